@@ -327,10 +327,14 @@ def note_calls(cls: type, name: str, note: Callable[[Any], None]) -> None:
 
 
 def foreign_comm_hooks(ddp: DistributedDataParallel) -> list[str]:
-    """Return the names of the communication hooks of a DDP that are not torch's, which keeps them under a private name (2.13)."""
+    """Return the names of the communication hooks of a DDP whose result nobody knows: they are not torch's, and do not declare a mean.
+
+    torch keeps them under a private name (2.13). A hook declares a mean by an attribute ``reduces = "mean"``.
+    """
     hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
     known = ("torch.", f"{__name__.partition('.')[0]}.")
-    return [hook.__qualname__ for hook in hooks if not hook.__module__.startswith(known)]
+    unknown = [hook for hook in hooks if not hook.__module__.startswith(known)]
+    return [hook.__qualname__ for hook in unknown if getattr(hook, "reduces", None) != "mean"]
 
 
 def local_parts(module: nn.Module) -> list[Tensor]:

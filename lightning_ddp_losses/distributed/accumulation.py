@@ -3,7 +3,8 @@
 The global loss of one micro-batch is ``S_m / N_m``, a sum over a count. The mean of those over M micro-batches is not the loss of one
 process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal. The divisor ``sum(N_m)`` is known before the window if the user
 gives it (``counts``), and then each micro-batch back-propagates ``S_m / sum(N_m)``. This is the best way where counts are known, as the
-tokens of a batch are.
+tokens of a batch are. The value is the same share, so that anything may be computed with it whose sum over the micro-batches is meant:
+``exp(-s) * loss + s / M`` with a learned weight ``s``.
 
 Without counts the user declares micro-batches (``window.micro_batch()``). Each back-propagates ``S_m / D``, and when the window ends all
 gradients are multiplied by ``D / sum(N_m)``, once. ``D`` is the first count that is not zero times the expected number of micro-batches. It
@@ -86,10 +87,12 @@ def accumulation_window(
             calls of each loss.
         counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
             in the model, or by the name of a ``global_mean``. Each loss needs its count. Gradients are then divided by the right number
-            from the start, without a correction at the end, and other terms may be added to the losses. If None, the forward of each
-            micro-batch runs inside ``window.micro_batch()``.
+            from the start, without a correction at the end. The value of a loss is then this micro-batch's share of the window's loss,
+            so that the values of all micro-batches add up to it. Other terms may be added to the losses, and weights of losses may be
+            learned. A term that is added in each micro-batch is divided by their number: ``exp(-s) * loss + s / M``. If None, the
+            forward of each micro-batch runs inside ``window.micro_batch()``.
         totals: This rank's sums in all micro-batches together, by name of a ``global_mean``, for functions that are not linear in the
-            mean. They need their ``counts``.
+            mean. They need their ``counts``. The value of each loss is then that of the whole window, and other terms are refused.
 
     Yields:
         The window. Call its ``micro_batch()`` around the forward of each micro-batch. Its ``expect_counts`` takes ``counts`` later, before
@@ -168,6 +171,7 @@ class AccumulationWindow:
         calls: Calls of losses, in the order of their making.
         terms: What their parts add up to.
         has_begun: Whether something was back-propagated.
+        averages: Number of micro-batches over whose losses the program takes the mean, once counts are given. Lightning does.
     """
 
     def __init__(
@@ -184,9 +188,10 @@ class AccumulationWindow:
         self.calls: list[WindowCall] = []
         self.terms = WindowTerms(modules)
         self.has_begun = False
+        self.averages = 1
         self._graph = WindowGraph(parameters, [*modules.values()])
         self.expected_micro_batches = max(micro_batches, 1)
-        self._declared = 0
+        self._declared = self._micro_batches = 0
         self._is_last = False
         self._calls_now = Counter[str]()  # of the micro-batch that runs
         self._undeclared = Counter[str]()  # calls outside of declared micro-batches
@@ -219,6 +224,7 @@ class AccumulationWindow:
     def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
         """Note the number of the micro-batch that comes now, and whether it is known to be the last."""
         self.number = self._declared = number
+        self._micro_batches += 1
         self._is_last = is_last
         self._calls_now.clear()
 
@@ -226,6 +232,11 @@ class AccumulationWindow:
     def is_single(self) -> bool:
         """Whether the window is one micro-batch: its own divisors are those of the window."""
         return self._is_last and self._declared == 1
+
+    @property
+    def gives_shares(self) -> bool:
+        """Whether the value of a loss is its share of the window's loss. With totals it is that of the whole window."""
+        return self.terms.has_counts and not self.terms.has_totals
 
     # ------------------------------------------------------------------ forward
 
@@ -262,6 +273,10 @@ class AccumulationWindow:
         means = [term.expected_mean for term in terms]
         values = [mean for mean in means if mean is not None]
         call = WindowCall(shown, self.number, parts, terms, values if len(values) == len(parts) else None)
+        is_lone = "once" in kinds and "mean" not in kinds  # which micro-batch has it is decided in backward
+        if self.gives_shares and not is_lone:
+            self._weigh_(call)
+            call.is_share = True
         self.calls.append(call)
         return call
 
@@ -379,9 +394,8 @@ class AccumulationWindow:
             self.gradients.refuse_changed()
         else:
             self.gradients.refuse_left()
-        # counts make any sum of terms right. A term is not seen to be separate from a function of means, which totals allow
-        takes_others = self.terms.has_counts and not self.terms.has_totals
-        calls, below = self._graph.calls_below(roots, takes_others=takes_others)
+        # shares make any sum of terms right. A term is not seen to be separate from a function of means, which totals allow
+        calls, below = self._graph.calls_below(roots, takes_others=self.gives_shares)
         for call in calls:
             expect(
                 any(call is known for known in self.calls),
@@ -422,7 +436,7 @@ class AccumulationWindow:
             )
 
     def _weigh_(self, call: WindowCall) -> None:
-        """Give a call its weights, when it is back-propagated for the first time."""
+        """Give a call its weights: with counts when it is made, else when it is back-propagated for the first time."""
         beside = 0.0
         has_mean = False
         for part, term in zip(call.parts, call.terms, strict=True):
@@ -442,7 +456,7 @@ class AccumulationWindow:
                 # its factor at the end is 1: in the first micro-batch
                 weights.append(float(term.key not in self._regularised))
                 self._regularised.add(term.key)
-        call.weights = weights
+        call.weights = [weight * self.averages for weight in weights]
 
     # ------------------------------------------------------------------ end
 
@@ -462,6 +476,13 @@ class AccumulationWindow:
         if self.has_begun:
             self.gradients.refuse_changed()
         self._refuse_several_undeclared()
+        expect(
+            self.averages in (1, self._micro_batches) or not self._graph.has_others,
+            "accumulation window: terms beside its losses, or learned weights",
+            expected=f"{self.averages} micro-batches, over which they are averaged",
+            got=f"{self._micro_batches}, where the epoch ended",
+            fix="Give the loader a length (__len__), or the module a method loss_counts(batch).",
+        )
         return Note.of(self.calls, self._unnamed)
 
     def _refuse_several_undeclared(self) -> None:

@@ -122,8 +122,14 @@ def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
     Args:
         value: Value made for a mean over ranks.
         scale: Factor. None: that of the current reduction.
+
+    Raises:
+        ConfigurationError: without a factor, where the reduction is unknown and some module of the process is not reduced by a mean. All
+            ranks raise it, as they have compared ``reduction_to_match``.
     """
     if scale is None:
+        if value.requires_grad:
+            _refuse_guess(reduction_to_match().get(_UNDECLARED, ""))
         scale = getattr(current_reduction(), "scale", 1.0)
     if scale == 1.0 or not value.requires_grad:
         return value
@@ -206,8 +212,8 @@ def chosen_reduction(
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
     if model is None and reduces == "auto":
-        if has_graph and module is None and other_reductions.noted and _current.get() is _unknown:
-            _refuse_guess()
+        if has_graph and module is None:
+            _refuse_guess(reduction_to_match().get(_UNDECLARED, ""))
         return None
     ranks = process_groups.members(group)
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):
@@ -234,15 +240,27 @@ def chosen_reduction(
     return chosen
 
 
-def _refuse_guess() -> None:
-    """Refuse a gradient that is made for a mean, if some module of this process is reduced in another way."""
+_UNDECLARED = "gradients of a module of this process"
+
+
+def reduction_to_match() -> dict[str, str]:
+    """Return a reduction that is no mean, of a module of this process, for the handshake of a loss to compare. Empty if all is known."""
+    if not other_reductions.noted or _current.get() is not _unknown or not torch.is_grad_enabled():
+        return {}
     other = other_reductions.other_reduction()
+    return {_UNDECLARED: other} if other else {}
+
+
+def _refuse_guess(other: str) -> None:
+    """Refuse a gradient that is made for a mean, if some module of this process is reduced in another way."""
     expect(
         not other,
         "reduces",
         expected='the model, as module=, or its reduction: "mean", "sum", or a number',
         got=f'"auto" without them, next to {other}',
-        fix="Hand in the model whose gradients the value has: global_mean(..., module=model), or say how they are reduced: reduces='mean'.",
+        fix="Hand in the model whose gradients the value has: global_mean(..., module=model), or say how they are reduced: reduces='mean'. "
+        "Around losses and metrics open accumulation_window(model, loss), or let the model's gradients end as their mean. A comm hook of "
+        "your own that returns the mean says so: hook.reduces = 'mean'.",
     )
 
 
@@ -254,11 +272,16 @@ class OpenWindow(Protocol):
 
     number: int | None
     expected_micro_batches: int
+    averages: int
     compares_ranks: bool
 
     @property
     def is_single(self) -> bool:
         """Whether the window is one micro-batch."""
+
+    @property
+    def gives_shares(self) -> bool:
+        """Whether the value of a loss is its share of the window's loss."""
 
     def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
         """Return a call of a loss in this micro-batch."""
@@ -285,6 +308,7 @@ def micro_batch_to_match() -> dict[str, object]:
         "micro-batch of the accumulation window": window.number or "not declared",
         # the size of gradients, which may be reduced before the window ends
         "micro_batches of the accumulation window": window.expected_micro_batches,
+        "micro-batches of its counts": window.averages,
     }
 
 

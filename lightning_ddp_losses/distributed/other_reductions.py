@@ -2,7 +2,7 @@
 
 A value over all ranks is made for a mean. A strategy and an accumulation window contain the model, and make up for another reduction. A
 ``global_mean`` in another loop has no way to the model: under ``fully_shard`` its node is not reliably in the graph. So the calls that
-choose another reduction are noted, and a value that would need a guess is refused.
+choose another reduction are noted, and a value that would need a guess is refused. So are losses and metrics, in the same loops.
 """
 
 from __future__ import annotations
@@ -35,19 +35,15 @@ def watch_setters() -> None:
 
 
 def other_reduction() -> str:
-    """Return a reduction that is no mean, of a module that lives in this process. Empty without one."""
-    if not _first_other():
+    """Return the reductions that are no mean, of the modules that live in this process. Empty without one."""
+    if not _others():
         return ""
     gc.collect()  # modules are parts of circles, and outlive their last use
-    return _first_other()
+    return ", ".join(sorted(_others()))
 
 
-def _first_other() -> str:
-    for module in list(noted):
-        found = _described(module)
-        if found:
-            return found
-    return ""
+def _others() -> set[str]:
+    return {_described(module) for module in list(noted)} - {""}
 
 
 def _described(module: nn.Module) -> str:

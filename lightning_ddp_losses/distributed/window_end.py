@@ -25,7 +25,8 @@ class Note:
     Attributes:
         counts: By term, the sum of the counts of its parts. For terms that every rank computes from all rows, those of all ranks.
             For sums the number of their parts.
-        calls: By term that all ranks have to back-propagate together, the numbers of its calls.
+        calls: By term that all ranks have to back-propagate together, or may have to, the numbers of its calls.
+        learned: Terms with a learned weight. Its gradient is that of the values, which are over the rows of all ranks.
         totals: By term with an expected total, the sum of its totals over all ranks. None if one of them is unknown.
         slopes: By term, its upstream gradient.
         unnamed: The losses that have no name.
@@ -36,6 +37,7 @@ class Note:
     calls: dict[str, list[int]] = field(default_factory=dict)
     totals: dict[str, float | None] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
+    learned: list[str] = field(default_factory=list)
     unnamed: list[str] = field(default_factory=list)
     failure: str = ""
 
@@ -62,12 +64,15 @@ class Note:
                 if not call.is_counted:
                     continue
                 counts[term.key].append(_count_of(call, index, of_all=of_all))
-                if term.is_together:
+                if term.is_together or call.is_share:
                     note.calls.setdefault(term.key, []).append(number)
                 if term.expected_total is not None:
                     total = call.parts[index].total
                     before = note.totals.get(term.key, 0.0)
                     note.totals[term.key] = None if total is None or before is None else before + total
+        for call in calls:
+            if call.is_weighed and call.is_counted:
+                note.learned += [term.key for term in call.terms if term.key not in note.learned]
         note.counts = {key: math.fsum(each) for key, each in counts.items()}
         return note
 
@@ -161,14 +166,15 @@ def _compare_ranks(terms: Collection[Term], notes: Sequence[Note]) -> None:
                 )
                 error.collective = True
                 raise error
+    learned = {key for note in notes for key in note.learned}
     for term in terms:
-        if not term.is_together:
+        if not term.is_together and term.key not in learned:
             continue
         numbers = [note.calls.get(term.key, []) for note in notes if term.key in note.counts]
         if any(each != numbers[0] for each in numbers):
             raise ConfigurationError(
                 f"accumulation window: {term.title}",
-                expected="backward in the same micro-batches on every rank, as each computes it from the rows of all",
+                expected="backward in the same micro-batches on every rank, as its value is over the rows of all",
                 ranks=[f"calls {', '.join(str(number + 1) for number in each) or 'none'}" for each in numbers],
                 fix="Leave out a micro-batch on every rank, or on none.",
                 collective=True,

@@ -2,7 +2,8 @@
 
 One factor corrects all gradients at the end of a window. That is right if the value that is back-propagated is a weighted sum of parts:
 from the root to each part there are only sums, views, and products with a number without gradient. ``WindowGraph`` proves that before
-each backward. Anything else is an error that names the path and the fix.
+each backward. With counts each value is a share of the window's loss, so other terms may be added, and weights may be learned: the other
+factors of a product may have gradients, but no loss may be below them. Anything else is an error that names the path and the fix.
 
 Below the parts it looks at the leaves. A loss that depends on another one is an error, and so is a parameter of a module that the window
 does not correct. Other tensors with a gradient (an input, a plain tensor that is trained) are corrected like parameters.
@@ -29,7 +30,7 @@ _LINEAR = re.compile(
     "(Add|Sub|Rsub|Neg|Sum|Mean|Stack|Cat|Select|Slice|Index|Split|Chunk|Unbind|View|UnsafeView|ReshapeAlias|Alias|AsStrided|Squeeze|"
     "Unsqueeze|Expand|Clone|ToCopy|_DDPSink)Backward[0-9]*$"
 )
-_PRODUCT = re.compile("(Mul|Div)Backward[0-9]*$")
+_PRODUCT = re.compile("(Mul|Div|Dot|Mv)Backward[0-9]*$")
 _SHOWN_NOT = re.compile(
     "Add|Sub|Neg|Clone|ToCopy|_DDPSink|View|Alias|Stack|Sum|Select|AccumulateGrad|_AttachZeroGrad|_Part"
 )
@@ -48,9 +49,13 @@ class WindowGraph:
     Args:
         parameters: Corrected parameters, by name.
         modules: Modules with parameters that ``fully_shard`` may divide. Then the gathered tensors stand in graphs.
+
+    Attributes:
+        has_others: Whether something besides losses that are weighed by numbers was back-propagated.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
+        self.has_others = False
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._modules = modules
 
@@ -59,13 +64,14 @@ class WindowGraph:
 
         Args:
             roots: The values that are back-propagated.
-            takes_others: Whether other terms may be added to the losses.
+            takes_others: Whether other terms may be added to the losses, and their weights may be learned.
 
         Raises:
             ConfigurationError: for what is no weighted sum of losses.
         """
         found: dict[WindowCall, None] = {}
         below: list[Any] = []
+        bent: list[_Place] = []  # losses below a function that may not be linear
         above: dict[_Place, _Place | None] = {}
         queue: list[_Place] = []
         for node in nodes_of(roots):
@@ -76,7 +82,9 @@ class WindowGraph:
             call = window_call(node)
             if call is not None:
                 if is_bent and call.values is None:
-                    raise not_a_weighted_sum(f"{_functions_above(place, above)}{call.title}")
+                    if not (takes_others and call.is_share):
+                        raise not_a_weighted_sum(f"{_functions_above(place, above)}{call.title}")
+                    bent.append(place)
                 found[call] = None
                 below += [child for child, _ in node.next_functions]
                 continue
@@ -87,14 +95,18 @@ class WindowGraph:
                     got="one from before it, or from another thread",
                     fix="Compute it in the thread that opened the window, or detach it.",
                 )
-            if not takes_others and self._name_of(node) is not None:
-                raise self._no_divisor(place, above)
+            if self._name_of(node) is not None:
+                if not takes_others:
+                    raise self._no_divisor(place, above)
+                self.has_others = True
             bends = is_bent or not _is_linear(node)
             for child in _children_of(node):
                 following = child, bends
                 if following not in above:
                     above[following] = place
                     queue.append(following)
+        if bent:
+            _note_learned_weights(bent, above)
         return list(found), below
 
     def leaves_below(self, nodes: Sequence[Any], title: str, *, is_checkpoint: bool = False) -> list[Tensor]:
@@ -187,8 +199,54 @@ def _is_linear(node: Any) -> bool:
         return False
     children = [child for child, _ in node.next_functions]
     # a quotient's first factor is the one that may have a gradient
-    is_numerator = name.startswith("Mul") or children[0] is not None
+    is_numerator = not name.startswith("Div") or children[0] is not None
     return is_numerator and sum(child is not None for child in children) == 1
+
+
+def _note_learned_weights(bent: Sequence[_Place], above: Mapping[_Place, _Place | None]) -> None:
+    """Refuse what is not linear in the losses. Their weights may have gradients, and that is noted.
+
+    Args:
+        bent: Places of losses in question.
+        above: All places that the walk has found.
+    """
+    # 1. the nodes that are above some loss
+    parents: dict[Any, set[Any]] = {}
+    for node, _ in above:
+        if window_call(node) is None:
+            for child in _children_of(node):
+                parents.setdefault(child, set()).add(node)
+    of_losses = _and_above([node for node, _ in above if window_call(node) is not None], parents)
+    # 2. each of them adds, or multiplies one of them by something else
+    for place in bent:
+        call = window_call(place[0])
+        assert call is not None
+        nodes_above = _and_above([place[0]], parents) - {place[0]}
+        if not all(_is_weighed(node, of_losses) for node in nodes_above):
+            raise not_a_weighted_sum(f"{_functions_above(place, above)}{call.title}")
+        call.is_weighed = True
+
+
+def _and_above(nodes: Sequence[Any], parents: Mapping[Any, set[Any]]) -> set[Any]:
+    """Return some nodes and all above them."""
+    queue = list(nodes)
+    seen = set(queue)
+    for node in queue:
+        new = parents.get(node, set()) - seen
+        seen |= new
+        queue += new
+    return seen
+
+
+def _is_weighed(node: Any, of_losses: set[Any]) -> bool:
+    """Return whether a node's value is linear in the losses below it, whose weights may have gradients."""
+    if _is_linear(node):
+        return True
+    if not _PRODUCT.match(node.name()):
+        return False
+    are_of_losses = [child in of_losses for child, _ in node.next_functions]
+    is_numerator = not node.name().startswith("Div") or are_of_losses[0]
+    return is_numerator and sum(are_of_losses) == 1
 
 
 def _children_of(node: Any) -> list[Any]:

@@ -107,7 +107,9 @@ class WindowCall:
         terms: The term of each part.
         values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
         weights: Factor of the gradient of each part, once the call is back-propagated.
+        is_share: Whether the value of each part has the same factor, as counts were given.
         slopes: Upstream gradient of each part. None for a part that was not back-propagated, or counts nothing.
+        is_weighed: Whether a value with a gradient multiplies it: its weight is learned.
         is_counted: Whether a backward that ran through it has ended.
     """
 
@@ -117,11 +119,13 @@ class WindowCall:
     terms: Sequence[Term]
     values: list[float] | None = None
     weights: list[float] = field(default_factory=list)
+    is_share: bool = False
     slopes: list[Tensor | None] = field(default_factory=list)
+    is_weighed: bool = False
     is_counted: bool = False
 
     def mark(self, value: Tensor, first: int = 0) -> Tensor:
-        """Return the value of a part, or of several parts from ``first`` on. Its gradient will be weighed."""
+        """Return the value of a part, or of several parts from ``first`` on. Its gradient will be weighed, and so is a share's value."""
         rounding = _SUMMED * min(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps)
         for term in self.terms:
             term.rounding = max(term.rounding, rounding)
@@ -147,7 +151,13 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, call: WindowCall, first: int) -> Tensor:
         ctx.window_call, ctx.first = call, first
-        return value.clone()
+        if not call.is_share:
+            return value.clone()
+        weights = call.weights[first : first + value.numel()]
+        share: Tensor = value * _factor(weights, value)
+        if 0.0 in weights:  # a mean without rows may be no number
+            share = share.masked_fill(_factor(weights, value) == 0, 0.0) if value.ndim else torch.zeros_like(value)
+        return share
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -160,7 +170,12 @@ class _Part(torch.autograd.Function):
         )
         call.note_slopes_(grad, ctx.first)
         weights = call.weights[ctx.first : ctx.first + grad.numel()]
-        return grad * (weights[0] if grad.ndim == 0 else grad.new_tensor(weights)), None, None
+        return grad * _factor(weights, grad), None, None
+
+
+def _factor(weights: Sequence[float], like: Tensor) -> Any:
+    """Return the weights of some parts as a factor of a tensor: of one part a number."""
+    return weights[0] if like.ndim == 0 else like.new_tensor(weights)
 
 
 def is_equal(left: float, right: float) -> bool:
@@ -296,8 +311,9 @@ def not_a_weighted_sum(got: str) -> ConfigurationError:
         "accumulation window: what is back-propagated",
         expected="a weighted sum of losses, with the same weights in every micro-batch",
         got=got,
-        fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
-        "product of two) needs the counts and totals of the whole window. A weight that is learned has no exact form in a window.",
+        fix="Weigh losses by the same numbers in all micro-batches, and add them. A weight that is learned (exp(-s) * loss + s) needs the "
+        "counts of the window: accumulation_window(model, counts=...), with Lightning loss_counts(batch) of the module. What is not "
+        "linear in a global_mean (its root, a product of two) needs the counts and totals of the whole window.",
     )
 
 

@@ -34,6 +34,7 @@ from lightning_ddp_losses.distributed.global_values import (
     UpstreamGradWatch,
     current_window,
     micro_batch_to_match,
+    reduction_to_match,
     remember_global_value,
 )
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -409,6 +410,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             "configuration": configuration,
             "coefficient of the last backward": self._upstream_grads.take(),
             **micro_batch_to_match(),
+            **reduction_to_match(),
         }
         shard = self._sharded.fingerprint(self.weight)
         batch = gather_batch(

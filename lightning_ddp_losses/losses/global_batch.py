@@ -29,7 +29,9 @@ from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, Batc
 from lightning_ddp_losses.distributed.global_values import (
     UpstreamGradWatch,
     micro_batch_to_match,
+    reduction_to_match,
     remember_global_value,
+    with_scaled_gradient,
 )
 from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -259,7 +261,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 self._plans.configuration.follow(self.loss)
         remember_global_value(value, self._title)
         if self.backward == "sum":
-            return value
+            return inputs.map_tensors(with_scaled_gradient, value)
         return self._upstream_grad.watch(value, group=self._group)
 
     # ------------------------------------------------------------------ plan
@@ -329,7 +331,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _take_must_match(self, rules: LossPlan, parameters: list[Tensor]) -> dict[str, object]:
         """Return values of a call that must be equal on all ranks, and take the notes of the last backward."""
         must_match: dict[str, object] = {"configuration": rules.configuration, "which": self._instance}
-        must_match |= micro_batch_to_match()
+        must_match |= micro_batch_to_match() | reduction_to_match()
         weights = parameters
         if rules.is_torchs:
             own_buffers = compat.buffer_slots(self.loss).values()

@@ -33,6 +33,7 @@ from lightning_ddp_losses.distributed.collectives import sum_with_grad
 from lightning_ddp_losses.distributed.global_values import (
     UpstreamGradWatch,
     micro_batch_to_match,
+    reduction_to_match,
     remember_global_value,
 )
 from lightning_ddp_losses.distributed.messages import Agreement, with_name
@@ -281,7 +282,12 @@ def _meet(
 ) -> tuple[list[Tensor], int, UpstreamGradWatch]:
     """Return this rank's tensors, the rows of all ranks, and the watch of upstream gradients. Communication: one handshake."""
     watch = UpstreamGradWatch.of(title, group)
-    must_match = {"coefficient of the last backward": watch.take(), **options, **micro_batch_to_match()}
+    must_match = {
+        "coefficient of the last backward": watch.take(),
+        **options,
+        **micro_batch_to_match(),
+        **reduction_to_match(),
+    }
     own, counts = meet(title, given, must_match, group, at_least=2)
     return own, sum(counts), watch
 

@@ -22,7 +22,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, reduction_to_match, remember_global_value
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import TravellingRows
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
@@ -192,7 +192,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             must_match["queue"] = described(rows.queue)
         must_match["weights"] = self._weights.take(parameters, self._group)
         must_match["coefficient of the last backward"] = self._upstream_grads.take()
-        return must_match
+        return must_match | reduction_to_match()
 
     def _in_full_precision(
         self, plan: TowerPlan, rows: TowerRows, must_match: dict[str, object], given: dict[str, Tensor | None]

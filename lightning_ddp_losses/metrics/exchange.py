@@ -43,7 +43,7 @@ from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.collectives import Place, own_slices_with_grad
-from lightning_ddp_losses.distributed.global_values import micro_batch_to_match
+from lightning_ddp_losses.distributed.global_values import micro_batch_to_match, reduction_to_match
 from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
@@ -293,6 +293,7 @@ def _exchange_states(
         "which": packets[0].instance,
         "factor that came back in the last backward": ", ".join([packet.upstream_grads for packet in packets]),
         **micro_batch_to_match(),
+        **reduction_to_match(),
     }
     payloads = handshake.all_gather(plan.agreement, of_call, payload, group=group)
     received = [sent.split(b"\n", 2) for sent in payloads]

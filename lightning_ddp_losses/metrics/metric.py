@@ -426,7 +426,8 @@ class ForwardCall:
             assert isinstance(counted, Tensor)
             total = float(counted)
             if not total:  # a mean without rows has no gradient
-                return self._with_zero_grad(value.detach())
+                value = value.detach()
+                return self._with_zero_grad(torch.zeros_like(value) if window.gives_shares else value)
             # one mean for each output
             parts = [WindowPart("mean", total)] * value.numel()
             return window.enter(metric, title, parts, process_groups.members(metric.process_group)).mark(value)

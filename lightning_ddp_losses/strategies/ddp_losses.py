@@ -58,12 +58,16 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             manual optimisation there is ``window``.
 
             With a method ``loss_counts(batch)`` of the module the counts come first, which is the normal case for language models and
-            detection: gradients are divided by the right number from the first backward on, losses need not count in proportion, and other
-            terms may be added. It gets a batch of this rank as the loader gives it, before hooks and the transfer to the device, and
-            returns what ``counts`` of ``accumulation_window`` takes, for this batch. The batches of a window are read, and kept on the
-            host, before its first step, so a loader must not reuse their memory; their counts take one handshake. A ``training_step``
-            that returns None, which Lightning allows on one rank, is an error then, as its batch was counted. Without the method it does
-            not count. A checkpoint inside a window resumes at its first batch.
+            detection: gradients are divided by the right number from the first backward on, losses need not count in proportion, other
+            terms may be added, and weights of losses may be learned. What is back-propagated is then the mean over the window's
+            micro-batches, of a shorter window too: a term that each of them adds counts once. The value of a loss is its share times
+            their number, so the mean of the values that are logged in a window is the window's loss.
+
+            The method gets a batch of this rank as the loader gives it, before hooks and the transfer to the device, and returns what
+            ``counts`` of ``accumulation_window`` takes, for this batch. The batches of a window are read, and kept on the host, before its
+            first step, so a loader must not reuse their memory; their counts take one handshake. A ``training_step`` that returns None,
+            which Lightning allows on one rank, is an error then, as its batch was counted. Without the method it does not count. A
+            checkpoint inside a window resumes at its first batch.
         use_global_sampler: Give training loaders without a custom sampler the batches of ``GlobalBatchSampler`` (G is ``batch_size``
             times W) in place of Lightning's ``DistributedSampler``: each row once per epoch, in the loader's order or shuffled (by another
             permutation than plain ``ddp``), and resumed at its place on any number of ranks with the same G. Also with ``devices=1``.

@@ -115,8 +115,8 @@ class WindowLoader(CombinedLoader):
                 error=InputError,
             )
 
-    def counts_of_window(self, batches: float) -> Counts:
-        """Return this rank's counts in the batch that is trained on and the next ones.
+    def counts_of_window(self, batches: float) -> tuple[Counts, int]:
+        """Return this rank's counts in the batch that is trained on and the next ones, and how many these are.
 
         Args:
             batches: The most that the window can have. The epoch may end before.
@@ -138,4 +138,4 @@ class WindowLoader(CombinedLoader):
         read = [*handed_over, *self._ahead]
         by_batch = [batch.counts for index, batch in enumerate(read) if index < batches]
         with self.fit.raise_on_all_ranks(LOSS_COUNTS):
-            return add_counts(LOSS_COUNTS, by_batch)
+            return add_counts(LOSS_COUNTS, by_batch), len(by_batch)

@@ -2,7 +2,8 @@
 
 A window is opened by the first micro-batch and closed by the backward that synchronises.
 ``distributed/accumulation`` defines a window. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``.
-That is undone here, as the window divides by its counts.
+That is undone here, as the window divides by its counts. If counts are given, the mean over the window's micro-batches takes its place, so
+that each other term has the weight that it has in one process. The value of a loss is the share times their number.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class LightningWindows(FitPart):
         loader = compat.combined_loader(trainer.fit_loop)
         if isinstance(loader, WindowLoader):
             left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
-            window.expect_counts(loader.counts_of_window(min(batches, left)))
+            counts, number = loader.counts_of_window(min(batches, left))
+            window.expect_counts(counts)
+            window.averages = number
 
     def _measure(self) -> bytes:
         """Return this rank's note in the backward that ends a window. Empty without a window."""
@@ -154,15 +157,25 @@ class LightningWindows(FitPart):
         if self._window is None:
             self._expected.append((counts, totals))
         else:
-            self._window.expect_counts(counts, totals)
+            self._expect(self._window, counts, totals)
 
     def _give_expected(self, window: AccumulationWindow) -> None:
         expected, self._expected = self._expected, []
         for counts, totals in expected:
-            window.expect_counts(counts, totals)
+            self._expect(window, counts, totals)
+
+    def _expect(
+        self, window: AccumulationWindow, counts: Counts | None, totals: Mapping[str, float | Sequence[float]] | None
+    ) -> None:
+        """Give a window the counts of the user. The number of its micro-batches is then what the trainer says."""
+        window.expect_counts(counts, totals)
+        if self._is_automatic and not window.is_single:
+            trainer = self.fit.trainer
+            left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
+            window.averages = int(min(window.expected_micro_batches, left))
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Count a loss that is about to be back-propagated, and undo Lightning's division of it."""
+        """Count a loss that is about to be back-propagated, and undo Lightning's division of it, or let it be that of the window."""
         window = self._window
         if window is None or not self._is_automatic:
             return loss  # inside a block backward itself counts it
@@ -170,7 +183,8 @@ class LightningWindows(FitPart):
         for call in self._calls:
             call.is_counted = True  # a backward that fails ends the fit
         divided_by = self.fit.trainer.accumulate_grad_batches
-        return loss * divided_by if divided_by > 1 else loss
+        factor = divided_by / window.averages
+        return loss if factor == 1 else loss * factor
 
     def on_gradients_reduced(self) -> None:
         """Correct the gradients of a window of automatic optimisation: they are those of all ranks and micro-batches now."""

@@ -42,12 +42,15 @@ def rows_of(micro_batch: int, rank: int, world: int) -> Rows:
     return {"features": features, "labels": torch.randint(-1, 3, (number,), generator=generator)}
 
 
-class Counted(LightningModule):  # two means whose counts are not in proportion, and a term of no row
+class Counted(
+    LightningModule
+):  # two means whose counts are not in proportion, with learned weights, and a term of no row
     def __init__(self, fault: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(3, 3).double()
         self.ce = GlobalBatchLoss(nn.CrossEntropyLoss(ignore_index=-1))
+        self.scales = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
         self.fault = fault
         self.penalty = 0.01
         self.validated = 0
@@ -63,8 +66,14 @@ class Counted(LightningModule):  # two means whose counts are not in proportion,
         features, labels = batch
         logits = self.layer(features)
         square = global_mean(logits.square().sum(), len(logits), name="square")
-        loss: Tensor = self.ce(logits, labels) + 0.5 * square
-        return loss + self.penalty * self.layer.weight.square().sum() if self.penalty else loss
+        return self.weighed(self.ce(logits, labels), square)
+
+    def weighed(self, ce: Tensor, square: Tensor) -> Tensor:
+        """The losses with their learned weights, as the homoscedastic uncertainty of several tasks has them."""
+        if not self.penalty:
+            return ce + 0.5 * square
+        losses = (torch.stack([ce, square]) * torch.exp(-self.scales) + self.scales).sum()
+        return losses + self.penalty * self.layer.weight.square().sum()
 
     def val_dataloader(self) -> Any:
         return DataLoader([0], batch_size=None)
@@ -89,7 +98,9 @@ def fit(make_loader: Callable[[Sequence[Rows]], Any], given: dict[str, Any], fau
     batches = [rows_of(i, rank, world) for i in range(options.pop("batches", [5] * world)[rank])]
     module = (Declared if fault == "a rank without the method" and rank else Counted)(fault)
     if "strategy" in given:
-        module.penalty = 0.0  # a term that is not over all ranks is refused where a rank has no rows
+        # terms that are not over all ranks are refused where a rank has no rows
+        module.penalty = 0.0
+        module.scales.requires_grad_(False)
     trainer = make_trainer(strategy, **options)
     trainer.fit(module, make_loader(batches))
     assert not options["limit_val_batches"] or module.validated
@@ -106,9 +117,8 @@ def alone(windows: Sequence[Sequence[int]], world: int, batches: Sequence[int] |
         places = [(i, rank) for i in window for rank in range(world) if batches is None or i < batches[rank]]
         parts = [rows_of(i, rank, world) for i, rank in places]
         logits = module.layer(torch.cat([part["features"] for part in parts]))
-        loss = cross_entropy(logits, torch.cat([part["labels"] for part in parts]), ignore_index=-1)
-        loss = loss + 0.5 * logits.square().sum() / len(logits)
-        loss = loss + module.penalty * len(window) * module.layer.weight.square().sum()
+        ce = cross_entropy(logits, torch.cat([part["labels"] for part in parts]), ignore_index=-1)
+        loss = module.weighed(ce, logits.square().sum() / len(logits))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

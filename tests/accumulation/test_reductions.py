@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pytorch_metric_learning.losses import ArcFaceLoss
+from pytorch_metric_learning.losses import ArcFaceLoss, SupConLoss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanSquaredError
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, differentiable, global_mean
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    GlobalBatchLoss,
+    accumulation_window,
+    differentiable,
+    global_mean,
+    global_rows,
+    ssl,
+)
+from lightning_ddp_losses.distributed.global_values import gradient_reduction_of, reduced_by
+from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
 
@@ -263,6 +275,101 @@ def mesh_of_others() -> None:
     own_mean(mesh=mesh["dp", "cp"], module=net)
 
 
+def exact_values() -> dict[str, Callable[[], Any]]:
+    """Each kind of loss and metric over all ranks, of rows with a gradient."""
+    rows = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([1, 0, 1, 0])
+    sampled = ClassShardedLoss(class_loss(), sample_rate=0.5)
+    sampled.attach(torch.optim.SGD(sampled.parameters(), lr=0.1))
+    return {
+        "GlobalBatchLoss": lambda: GlobalBatchLoss(SupConLoss())(rows, labels),
+        "a loss that sums": lambda: GlobalBatchLoss(nn.MSELoss())(rows, rows.detach() + 1),
+        "coefficients that differ": lambda: GlobalBatchLoss(SupConLoss(), backward="sum")(rows, labels),
+        "class shards": lambda: ClassShardedLoss(class_loss())(rows, labels),
+        "PartialFC": lambda: sampled(rows, labels),
+        "two towers": lambda: ClipLoss()(rows, rows + 1),
+        "a metric": lambda: differentiable(MeanSquaredError())(rows, rows.detach() + 1),
+        "a formula": lambda: global_rows(lambda x: (x @ x.T).logsumexp(1).mean(), rows),
+        "moments": lambda: ssl.vicreg(rows, rows + 1),
+        "koleo": lambda: ssl.koleo(rows),
+    }
+
+
+def all_beside(make: Callable[[], nn.Module]) -> dict[str, str]:
+    """What each kind says next to a module of the process whose gradients are no mean. Without gradients it is computed."""
+    module, found = make(), {}
+    for name, value in exact_values().items():
+        with torch.no_grad():
+            value()
+        try:
+            value()
+        except ConfigurationError as error:
+            found[name] = str(error)
+    assert module is not None
+    return found
+
+
+@pytest.mark.parametrize("make", ["a factor", "a hook"])
+def test_losses_and_metrics_beside_modules_of_other_reductions(pool: RankPool, make: str) -> None:
+    for found in pool.run(2, all_beside, BESIDE[make]):
+        assert len(found) == 10
+        for text in found.values():
+            assert "reduces: expected the model, as module=" in text
+            assert "accumulation_window(model, loss)" in text
+
+
+def divided_without_a_mean() -> nn.Module:
+    return sharded(1.0)
+
+
+def with_a_mean() -> nn.Module:
+    """A hook that declares its result, next to a divided model with the factor of a mean."""
+    ddp = make_hooked()
+    foreign_hook.reduces = "mean"  # type: ignore[attr-defined]
+    return nn.ModuleList([ddp, sharded(float(dist.get_world_size()))])
+
+
+def healthy() -> list[str]:
+    try:
+        return [*all_beside(with_a_mean)]
+    finally:
+        del foreign_hook.reduces  # type: ignore[attr-defined]
+
+
+def test_losses_and_metrics_beside_means(pool: RankPool) -> None:
+    assert pool.run(2, healthy) == [[], []]
+
+
+def one_rank_alone() -> None:
+    """The other rank has no such module: it hears of it in the handshake."""
+    module = sharded(1.0)
+    if dist.get_rank():
+        module = make_net()
+        gc.collect()
+    loss = GlobalBatchLoss(SupConLoss())
+    loss(torch.randn(4, 2, dtype=torch.float64, requires_grad=True), torch.tensor([1, 0, 1, 0]))
+    assert module is not None
+
+
+def summed_by_hand(backward: Any) -> dict[str, Tensor]:
+    """A loss of pairs in a model whose gradients are sums: a window contains the model, and its scale."""
+    net, rank = sharded(1.0), dist.get_rank()
+    rows = rows_of(0, rank)
+    reduction = gradient_reduction_of(net.named_modules())
+    with reduced_by(lambda: reduction):
+        GlobalBatchLoss(SupConLoss(), backward=backward)(net(rows), torch.arange(len(rows)) % 2).backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize("backward", ["own_slice", "sum"])
+def test_a_loss_of_pairs_in_a_model_of_sums(pool: RankPool, backward: str) -> None:
+    net = make_net()
+    batches = [rows_of(0, place) for place in range(2)]
+    SupConLoss()(net(torch.cat(batches)), torch.cat([torch.arange(len(rows)) % 2 for rows in batches])).backward()
+    assert_all_close(pool.run(2, summed_by_hand, backward), gradients(net))
+
+
+BESIDE: dict[str, Callable[[], nn.Module]] = {"a factor": divided_without_a_mean, "a hook": make_hooked}
 ERRORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "torn factors": (
         lambda: own_mean(module=sharded(1.0, inner=2.0)),
@@ -289,6 +396,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "hooked": (hooked, ["foreign_hook of DistributedDataParallel", 'reduces="mean"']),
     "beside a factor": (lambda: beside(lambda: sharded(1.0)), ["reduces: expected the model, as module=", "factor(1)"]),
     "beside a hook": (lambda: beside(make_hooked), ["foreign_hook of DistributedDataParallel", "module=model"]),
+    "a factor on one rank": (
+        one_rank_alone,
+        ["rank 0: gradients of a module of this process=set_gradient_divide_factor(1)"],
+    ),
     "torn copies": (torn_copies, ["the same rows, so the same total and count", "3.0", "0.0"]),
     "copies that differ too": (
         lambda: own_mean(mesh=(mesh := line(dp=2))["dp"], copies=mesh["dp"]),

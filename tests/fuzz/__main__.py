@@ -22,6 +22,7 @@ DOMAINS = [
     "samplers",
     "collectives",
     "backward_orders",
+    "call_orders",
     "windows",
 ]
 BATCH = 40  # cases of a domain before the next one has its turn

@@ -62,6 +62,7 @@ class Case:
         fault: What goes wrong in the window.
         scale: Of a scaler of half precision. None without one.
         is_sharded: Whether ``fully_shard`` divides the model.
+        is_learned: Whether a weight of the losses is learned.
         estimate: Number of micro-batches that the window is given.
         seed: Seed of parameters and rows.
     """
@@ -79,6 +80,7 @@ class Case:
     fault: str
     scale: float | None
     is_sharded: bool
+    is_learned: bool
     estimate: int
     seed: int
     dtype: str = "float64"
@@ -118,6 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
         fault="" if is_sharded else draw(st.sampled_from([""] * 6 + ["zero_grad", "failed", "clipped", "exception"])),
         scale=None if is_sharded else draw(st.sampled_from([None, None, None, 8.0])),
         is_sharded=is_sharded,
+        is_learned=False if is_sharded else draw(st.sampled_from([False, counts != "none"])),
         estimate=draw(st.integers(1, 4) if is_declared else st.sampled_from([len(sizes), len(sizes), 1])),
         seed=draw(st.integers(0, 99)),
     )
@@ -129,6 +132,7 @@ class Net(nn.Module):
         torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh()).double()
         self.head = nn.Linear(5, CLASSES).double()
+        self.scale = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
         self.losses = nn.ModuleList([GlobalBatchLoss(nn.CrossEntropyLoss(ignore_index=-1)) for _ in range(2)])
 
     def forward(self, rows: Tensor, case: Case, head: nn.Module | None = None) -> Tensor:
@@ -202,6 +206,8 @@ def value_of(case: Case, net: Net, other: nn.Module, rows: Tensor, micro_batch: 
         else:
             mean = GlobalBatchLoss(nn.CrossEntropyLoss(ignore_index=-1))(out, labels_of(rows))
         value = value + weight_of(term, micro_batch) * FUNCTIONS[term.function](mean)
+    if case.is_learned:
+        value = (torch.exp(-net.scale) * value + net.scale / len(case.sizes)).sum()
     if case.fault == "failed" and micro_batch == 0 and dist.get_rank() == len(case.ranks) - 1:
         value.register_hook(lambda grad: 1 / 0)  # type: ignore[no-untyped-call]
     return value
@@ -266,6 +272,8 @@ def alone(case: Case) -> dict[str, Any]:
         else:
             mean = nn.functional.cross_entropy(out, labels_of(rows), ignore_index=-1)
         value = value + weight_of(term, first) * FUNCTIONS[term.function](mean)
+    if case.is_learned:
+        value = (torch.exp(-net.scale) * value + net.scale * len(counted) / len(case.sizes) / world).sum()
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
     found = {name: zero_or(p) for name, p in net.named_parameters()}

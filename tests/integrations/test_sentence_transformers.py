@@ -92,6 +92,7 @@ def on_ranks(
         buckets.append(bucket.is_last())
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
+    count.reduces = "mean"  # type: ignore[attr-defined]
     wrapped.register_comm_hook(None, count)
     found = step(model, loss, columns(sum(rows), number, slice(starts[rank], starts[rank + 1])))
     return found, sum(buckets)

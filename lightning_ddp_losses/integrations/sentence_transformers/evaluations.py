@@ -13,7 +13,7 @@ from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, reduction_to_match, remember_global_value
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.formulas.global_rows import global_rows
@@ -67,6 +67,7 @@ class OverAllRanks:
             "which of several": self._instance,
             "options": options,
             "coefficient of the last backward": self._watch().take(),
+            **reduction_to_match(),
         }
         return gather_batch(type(self).__name__, columns, must_match, **how)
 

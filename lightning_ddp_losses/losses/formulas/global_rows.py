@@ -21,6 +21,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import (
     UpstreamGradWatch,
     micro_batch_to_match,
+    reduction_to_match,
     remember_global_value,
 )
 from lightning_ddp_losses.distributed.messages import with_name
@@ -91,7 +92,11 @@ def global_rows(
         devices = {tensor.device.type for tensor in given}
         args, kwargs = precision.cast_floating((args, kwargs), precision.compute_dtype(given))
         watch = UpstreamGradWatch.of(title, group)
-        must_match: dict[str, object] = {"coefficient of the last backward": watch.take(), **micro_batch_to_match()}
+        must_match: dict[str, object] = {
+            "coefficient of the last backward": watch.take(),
+            **micro_batch_to_match(),
+            **reduction_to_match(),
+        }
         with precision.without_autocast(devices):
             opened = open_rows(title, args, kwargs, batch_dims or {}, must_match, _seeds, group)
             value = formula(*args, **kwargs) if opened is None else run_on_rows(formula, opened)
