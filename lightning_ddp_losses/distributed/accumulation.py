@@ -171,7 +171,6 @@ class AccumulationWindow:
         calls: Calls of losses, in the order of their making.
         terms: What their parts add up to.
         has_begun: Whether something was back-propagated.
-        averages: Number of micro-batches over whose losses the program takes the mean, once counts are given. Lightning does.
     """
 
     def __init__(
@@ -188,10 +187,9 @@ class AccumulationWindow:
         self.calls: list[WindowCall] = []
         self.terms = WindowTerms(modules)
         self.has_begun = False
-        self.averages = 1
         self._graph = WindowGraph(parameters, [*modules.values()])
         self.expected_micro_batches = max(micro_batches, 1)
-        self._declared = self._micro_batches = 0
+        self._declared = 0
         self._is_last = False
         self._calls_now = Counter[str]()  # of the micro-batch that runs
         self._undeclared = Counter[str]()  # calls outside of declared micro-batches
@@ -224,7 +222,7 @@ class AccumulationWindow:
     def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
         """Note the number of the micro-batch that comes now, and whether it is known to be the last."""
         self.number = self._declared = number
-        self._micro_batches += 1
+        self.terms.micro_batches += 1
         self._is_last = is_last
         self._calls_now.clear()
 
@@ -232,6 +230,11 @@ class AccumulationWindow:
     def is_single(self) -> bool:
         """Whether the window is one micro-batch: its own divisors are those of the window."""
         return self._is_last and self._declared == 1
+
+    @property
+    def averages(self) -> int:
+        """Number of micro-batches over whose losses the program takes the mean, once counts are given."""
+        return self.terms.averages
 
     @property
     def gives_shares(self) -> bool:
@@ -477,10 +480,10 @@ class AccumulationWindow:
             self.gradients.refuse_changed()
         self._refuse_several_undeclared()
         expect(
-            self.averages in (1, self._micro_batches) or not self._graph.has_others,
+            self.averages in (1, self.terms.micro_batches) or not self._graph.has_others,
             "accumulation window: terms beside its losses, or learned weights",
             expected=f"{self.averages} micro-batches, over which they are averaged",
-            got=f"{self._micro_batches}, where the epoch ended",
+            got=f"{self.terms.micro_batches}, where the epoch ended",
             fix="Give the loader a length (__len__), or the module a method loss_counts(batch).",
         )
         return Note.of(self.calls, self._unnamed)

@@ -128,7 +128,7 @@ def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
             ranks raise it, as they have compared ``reduction_to_match``.
     """
     if scale is None:
-        if value.requires_grad:
+        if value.requires_grad and other_reductions.noted:
             _refuse_guess(reduction_to_match().get(_UNDECLARED, ""))
         scale = getattr(current_reduction(), "scale", 1.0)
     if scale == 1.0 or not value.requires_grad:
@@ -212,7 +212,7 @@ def chosen_reduction(
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
     if model is None and reduces == "auto":
-        if has_graph and module is None:
+        if has_graph and module is None and other_reductions.noted:
             _refuse_guess(reduction_to_match().get(_UNDECLARED, ""))
         return None
     ranks = process_groups.members(group)
@@ -272,8 +272,11 @@ class OpenWindow(Protocol):
 
     number: int | None
     expected_micro_batches: int
-    averages: int
     compares_ranks: bool
+
+    @property
+    def averages(self) -> int:
+        """Number of micro-batches over whose losses the program takes the mean."""
 
     @property
     def is_single(self) -> bool:

@@ -38,10 +38,14 @@ class WindowTerms:
     Attributes:
         has_counts: Whether the counts of the window were given.
         has_totals: Whether totals were given, too.
+        averages: Number of micro-batches over whose losses the program takes the mean, once counts are given. Lightning does.
+        micro_batches: Number of micro-batches that were declared.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.has_counts = self.has_totals = False
+        self.averages = 1
+        self.micro_batches = 0
         self._modules = modules
         self._terms: dict[tuple[str, int, int], Term] = {}  # by name, number of the call in its micro-batch, and part
         self._expected_of_all: float | None = None

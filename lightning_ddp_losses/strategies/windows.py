@@ -111,7 +111,7 @@ class LightningWindows(FitPart):
             left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
             counts, number = loader.counts_of_window(min(batches, left))
             window.expect_counts(counts)
-            window.averages = number
+            window.terms.averages = number
 
     def _measure(self) -> bytes:
         """Return this rank's note in the backward that ends a window. Empty without a window."""
@@ -172,7 +172,7 @@ class LightningWindows(FitPart):
         if self._is_automatic and not window.is_single:
             trainer = self.fit.trainer
             left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
-            window.averages = int(min(window.expected_micro_batches, left))
+            window.terms.averages = int(min(window.expected_micro_batches, left))
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Count a loss that is about to be back-propagated, and undo Lightning's division of it, or let it be that of the window."""
