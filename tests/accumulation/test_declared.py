@@ -621,12 +621,14 @@ def fit_manual(name: str) -> dict[str, Tensor]:
     return module.gradients
 
 
-@pytest.mark.parametrize("name", ["a new loss in each micro-batch", "ranks skip others", "one backward over all"])
-def test_manual_optimisation(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", EXACT)
+def test_manual_optimisation(pool: RankPool, name: str, world: int) -> None:
     _, loss, left_out = EXACT[name]
-    assert_all_close(pool.run(2, fit_manual, name), alone(loss, 2, left_out))
+    assert_all_close(pool.run(world, fit_manual, name), alone(loss, world, left_out))
 
 
-@pytest.mark.parametrize("name", ["zero_grad", "a backward that fails", "undeclared"])
-def test_errors_in_manual_optimisation(pool: RankPool, name: str) -> None:
-    assert_errors(pool.errors(2, fit_manual, name), *REFUSED[name][1])
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_in_manual_optimisation(pool: RankPool, name: str, world: int) -> None:
+    assert_errors(pool.errors(world, fit_manual, name), *REFUSED[name][1])
