@@ -240,7 +240,6 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "GlobalBatchLoss, accumulated, uneven, clipped": (on(cross_entropy), two_eight, ACCUMULATED_CLIPPED),
     "global_batch='auto'": (on(pml.MultiSimilarityLoss), even, BATCHED),
     "GlobalBatchLoss around a memory": (on(lambda: GlobalBatchLoss(memory(24))), even, GLOBAL),
-    "ArcFace under ddp_losses in bf16": (on(learned), even, GLOBAL | BF16),
     "float64": (on(learned), even, GLOBAL | {"trainer_kwargs": {"precision": "64-true"}}),
     "PML's wrapper around SupCon": (wrapped(pml.SupConLoss), even, {}),
     "batch norm over all ranks": (m.BatchNorm, even, SYNCED),
@@ -263,12 +262,14 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
 }
 
 
+ARCFACE_IN_BF16 = (on(learned), even, GLOBAL | BF16)
+
+
 # what only meets again what rows of the suite have one by one
 HEALTHY_AGAIN = {
     "ArcFace under ddp_losses, clipped",
     "GlobalBatchLoss, uneven batches",
     "GlobalBatchLoss(SupCon)",
-    "ArcFace under ddp_losses in bf16",
     "float64",
     "batch norm over all ranks",
     "batch norm switched off",
@@ -285,3 +286,13 @@ def test_healthy_modules_audit_as_equal(name: str) -> None:
     assert report.equal, str(report)
     assert report.rows, "nothing was compared"
     assert not report.diagnoses
+
+
+@pytest.mark.slow
+def test_16_bits_accuse_no_healthy_module() -> None:
+    """This loss is steep: after a step in bfloat16, ranks and one process are further apart than its own runs. That is no fault."""
+    make, data, options = ARCFACE_IN_BF16
+    report = audit(make(), data(), steps=2, **options)
+    assert report.verdict == "cannot tell", str(report)
+    assert [diagnosis.fault for diagnosis in report.diagnoses] == ["F78"], str(report)
+    assert all(row.verdict == "exact" for row in report.rows if row.step == 1), str(report)
