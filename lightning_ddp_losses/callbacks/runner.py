@@ -310,6 +310,8 @@ class CheckRunner(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge metrics before they are computed."""
         self.run_stage(CheckStage.TRAIN_EPOCH_END)
+        # values of the steps are reduced here, on all ranks: the progress bar would ask for them on rank 0 before the next stage
+        _ = trainer.callback_metrics
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the state at the start of a validation."""
