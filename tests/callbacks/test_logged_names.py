@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -179,3 +179,29 @@ def test_a_logged_value_of_one_rank_is_found(pool: RankPool, strategy: str) -> N
         assert pool.run(2, values_of_one_rank, stage, strategy, False) == [note, note]
     error = [("F55", "error", ["1.5", "5.5"])]
     assert pool.run(2, values_of_one_rank, "fit", strategy, True) == [error, error]
+
+
+# ---------------------------------------------------------------------- a reader on one rank
+
+
+class ReadsOnRankZero(Callback):
+    """Reads the values of the epoch on rank 0 before the module's hook, as a progress bar does."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            assert isinstance(trainer.callback_metrics, dict)
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+def run_with_a_reader(hook: str, strategy: str) -> dict[str, float]:
+    trainer = make_trainer(strategy, callbacks=[DDPChecks(file=False, summary=False), ReadsOnRankZero()], max_epochs=2)
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    trainer.fit(Logs(hook, "equal"), rows, rows)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("hook", ["training_step", "validation_step"])
+def test_a_reader_on_one_rank(pool: RankPool, hook: str, strategy: str) -> None:
+    assert all(values["class"] == 1.0 for values in pool.run(2, run_with_a_reader, hook, strategy))
