@@ -24,6 +24,14 @@ FEATURES, DIM, CLASSES, IGNORED = 5, 4, 5, -100
 Batch = tuple[Tensor, Tensor]
 
 
+def rows_of_rank(rows: Sequence[Sequence[int]], micro_batch: int, rank: int) -> Batch:
+    """The rows and labels of a rank in a micro-batch, of which there are ``rows[micro_batch][rank]``."""
+    generator = torch.Generator().manual_seed(10 * micro_batch + rank)
+    number = rows[micro_batch][rank]
+    features = torch.randn(number, 3, generator=generator, dtype=torch.float64)
+    return features, torch.randint(0, 3, (number,), generator=generator)
+
+
 class Net(nn.Module):  # an encoder whose seed is the same on every rank
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from lightning_ddp_losses import (
     ssl,
 )
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import loader
+from tests.accumulation.jobs import loader, rows_of_rank
 from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import make_trainer
 
@@ -47,10 +47,7 @@ class Net(nn.Module):  # three rows of logits, and a number that no module holds
 
 
 def rows_of(micro_batch: int, rank: int, world: int) -> Rows:
-    generator = torch.Generator().manual_seed(10 * micro_batch + rank)
-    number = ROWS[world][micro_batch][rank]
-    features = torch.randn(number, 3, generator=generator, dtype=torch.float64)
-    return features, torch.randint(0, 3, (number,), generator=generator)
+    return rows_of_rank(ROWS[world], micro_batch, rank)
 
 
 def own_rows() -> list[Rows]:

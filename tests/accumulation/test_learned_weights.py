@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, accumulation_window, differentiable, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import loader
+from tests.accumulation.jobs import loader, rows_of_rank
 from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import make_trainer
 
@@ -54,10 +54,7 @@ class Net(nn.Module):
 
 
 def rows_of(micro_batch: int, rank: int, world: int) -> Rows:
-    generator = torch.Generator().manual_seed(10 * micro_batch + rank)
-    number = ROWS[world][micro_batch][rank]
-    features = torch.randn(number, 3, generator=generator, dtype=torch.float64)
-    return features, torch.randint(0, 3, (number,), generator=generator)
+    return rows_of_rank(ROWS[world], micro_batch, rank)
 
 
 def own_rows() -> list[Rows]:

@@ -283,12 +283,7 @@ class _Deferred(torch.autograd.Function):
         operation: Operation = ctx.operation
         given: tuple[PendingValue, ...] = ctx.given
         if any(each.resolved()._version != each._version_of_plain for each in given):
-            raise InputError(
-                f"{given[0]._call.title}: {operation.text}",
-                expected="no write in place into its operand",
-                got="one",
-                fix="Write into a clone.",
-            )
+            raise _written(given[0], operation)
         args, kwargs = mapped(plain_of, (operation.args, operation.kwargs))
         with torch.enable_grad():
             result = OUT_OF_PLACE.get(operation.func, operation.func)(*args, **kwargs)
@@ -303,6 +298,16 @@ class _Deferred(torch.autograd.Function):
         by_number = dict(zip((each._number for each in needed), found, strict=True))
         # a value that is given twice gets its whole gradient once
         return None, None, *(by_number.pop(each._number, None) for each in given)
+
+
+def _written(value: PendingValue, operation: Operation, until: str = "") -> InputError:
+    """Return the error of an operation whose operand was written to."""
+    return InputError(
+        f"{value._call.title}: {operation.text}",
+        expected=f"no write in place into its operand{until}",
+        got="one",
+        fix="Write into a clone.",
+    )
 
 
 def _form_of(tensor: Tensor) -> Tensor:
@@ -452,12 +457,7 @@ def _resolve(pending: PendingValue) -> None:
     else:
         for tensor, version in operation.versions:
             if tensor._version != version:
-                raise InputError(
-                    f"{pending._call.title}: {operation.text}",
-                    expected="no write in place into its operand before the result is used",
-                    got="one",
-                    fix="Write into a clone.",
-                )
+                raise _written(pending, operation, " before the result is used")
         args, kwargs = mapped(plain_of, (operation.args, operation.kwargs))
         with torch.set_grad_enabled(operation.has_grad_mode):
             pending._plain = operation.func(*args, **kwargs)

@@ -121,14 +121,14 @@ class MaxSimLoss(WithProcessGroup, nn.Module):
             queries_mask: (B, T) bool, which vectors count, in any places, or (B,) lengths. None: all.
             documents_mask: The same of the documents, one for each column.
         """
-        is_one = isinstance(documents, Tensor)
-        columns: Sequence[Any] = [documents] if is_one else list(documents)
-        masks: Sequence[Any] = [documents_mask] if is_one or documents_mask is None else list(documents_mask)
         title = type(self).__name__
         with handshake.raising_on_all_ranks(title, group=self._group):
             inputs.refuse_capture(title)
-            if len(columns) > 1 and documents_mask is None:
-                masks = [None] * len(columns)
+            columns: list[Any] = [documents]
+            masks: list[Any] = [documents_mask]
+            if not isinstance(documents, Tensor):
+                columns = list(documents)
+                masks = [None] * len(columns) if documents_mask is None else list(documents_mask)
             expect(
                 len(masks) == len(columns),
                 "documents_mask",
