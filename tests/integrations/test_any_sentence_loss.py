@@ -405,6 +405,26 @@ def test_misuse(pool: RankPool, encoder_path: str, how: str) -> None:
         assert words in error.message, error
 
 
+class Bypassing(OfMine):
+    """Has the method, and does not use it."""
+
+    def forward(self, sentence_features: Any, labels: Tensor | None) -> Tensor:
+        first, second = (self.model(features)["sentence_embedding"] for features in sentence_features)
+        return (first - second).square().mean()
+
+
+def with_a_local_loss(path: str) -> None:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    over_all_ranks(Bypassing(sentence_model(path)))(columns(4, 2), None)
+
+
+def test_a_forward_that_stays_on_its_rank(pool: RankPool, encoder_path: str) -> None:
+    assert_errors(
+        pool.errors(2, with_a_local_loss, encoder_path), "a loss of this rank's rows", of="ConfigurationError"
+    )
+
+
 def test_losses_that_hide_their_embeddings(encoder_path: str) -> None:
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 

@@ -124,8 +124,9 @@ def over_all_ranks(loss: Any, *, name: str | None = None) -> Any:
     Communication: one handshake and one gather a loss and step; ``Ranking`` and ``Layers`` say theirs.
 
     Raises:
-        ConfigurationError: for a loss that hides its embeddings (``SoftmaxLoss``), and for one with ``gather_across_devices=True``,
-            which would gather once more.
+        ConfigurationError: for a loss without these methods (``SoftmaxLoss``), and for one with ``gather_across_devices=True``, which would
+            gather once more. On every rank, for a ``forward`` that does not call the method. (What it adds to the method's result is the
+            rank's own, and is not found.)
         RankMismatchError: on every rank, for other options, columns, embedding sizes, or another data set on some ranks.
 
     Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -15,7 +16,7 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, reduction_to_match, remember_global_value
 from lightning_ddp_losses.distributed.messages import Instance
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.losses.formulas.global_rows import global_rows
 from lightning_ddp_losses.losses.partial_sums import value_with_grad
 
@@ -27,6 +28,9 @@ Columns = Sequence[Tensor]
 
 stands_in: ContextVar[bool] = ContextVar("stands_in", default=False)
 """True while a rank without rows embeds a row that stands in for them, and is dropped before the loss."""
+
+_evaluations = itertools.count(1)
+_last_evaluation = 0
 
 
 class OverAllRanks:
@@ -50,9 +54,22 @@ class OverAllRanks:
         token = stands_in.set(is_empty or stands_in.get())
         try:
             with handshake.raising_on_all_ranks(type(self).__name__):
-                return super().__call__([*map(_filled, features)], *args, **kwargs)  # type: ignore[misc]
+                before = _last_evaluation
+                value = super().__call__([*map(_filled, features)], *args, **kwargs)  # type: ignore[misc]
+                self._refuse_local_value(before)
+                return value
         finally:
             stands_in.reset(token)
+
+    def _refuse_local_value(self, before: int) -> None:
+        """Refuse a call in which no loss was evaluated over all ranks: its value is one of this rank's rows."""
+        if _last_evaluation == before:
+            raise ConfigurationError(
+                f"{type(self).__name__}: forward",
+                expected="a call of compute_loss_from_embeddings or calculate_loss, which get the rows of all ranks",
+                got="a loss of this rank's rows",
+                fix="Let forward return what that method returns for the embeddings.",
+            )
 
     def _watch(self) -> UpstreamGradWatch:
         return UpstreamGradWatch.of(f"{self._instance.kind} {self._instance.number}", None)
@@ -85,6 +102,7 @@ class OverAllRanks:
 
         Communication: one handshake, one gather, none in backward.
         """
+        note_evaluation()
         first, *others = own_rows(arguments)
         dtype = precision.compute_dtype(inputs.tensors_in(first))
         arguments = (precision.cast_floating(first, dtype), *others)
@@ -139,6 +157,7 @@ class ByRows(OverAllRanks):
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Any:
         """Return their loss over the rows of all ranks."""
         formula: Any = super().compute_loss_from_embeddings  # type: ignore[misc]
+        note_evaluation()
         return global_rows(formula, *own_rows((embeddings,)), name=type(self).__name__)
 
 
@@ -164,6 +183,12 @@ class CachedReplicated(OverAllRanks):
         if isinstance(others, list):
             others = [torch.cat(pieces) for pieces in others]
         return finished(self._on_all_rows(in_pieces, columns, others), with_backward)
+
+
+def note_evaluation() -> None:
+    """Note that a loss is evaluated over all ranks."""
+    global _last_evaluation  # noqa: PLW0603 - one number, which only grows
+    _last_evaluation = next(_evaluations)
 
 
 def back_propagated(formula: Callable[..., Tensor], columns: Columns) -> Tensor:

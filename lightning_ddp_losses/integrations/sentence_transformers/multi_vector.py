@@ -15,6 +15,7 @@ from lightning_ddp_losses.integrations.sentence_transformers.evaluations import 
     Features,
     OverAllRanks,
     finished,
+    note_evaluation,
     own_rows,
     rows_in,
     stands_in,
@@ -47,6 +48,7 @@ class LateRanking(OverAllRanks):
 
     def _ranked(self, queries: Texts, documents: Sequence[Texts]) -> Tensor:
         """Return the global loss of this rank's texts."""
+        note_evaluation()
         inner = self.similarity_fct
         while isinstance(inner, functools.partial):
             inner = inner.func
@@ -88,6 +90,7 @@ class RowMeans(OverAllRanks):
 
         Communication: one handshake, none in backward.
         """
+        note_evaluation()
         rows = rows_in(sentence_features[0])
         if stands_in.get():
             labels = labels.new_ones(rows, *labels.shape[1:])

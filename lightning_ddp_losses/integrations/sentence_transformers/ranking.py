@@ -23,6 +23,7 @@ from lightning_ddp_losses.integrations.sentence_transformers.evaluations import 
     OverAllRanks,
     back_propagated,
     finished,
+    note_evaluation,
     own_rows,
 )
 from lightning_ddp_losses.losses.partial_sums import global_mean
@@ -44,6 +45,7 @@ class Ranking(OverAllRanks):
 
         Communication: one handshake, one gather. If anchors are independent, another handshake, and one exchange in backward.
         """
+        note_evaluation()
         dtype = precision.compute_dtype(columns)
         columns = [column.to(dtype) for column in own_rows(columns)]
         names = [f"column {number}" for number in range(len(columns))]
@@ -144,6 +146,7 @@ class Guided(OverAllRanks):
 
             return _ChangedModel(getattr(self, name), on_all_rows)
 
+        note_evaluation()
         # a copy of this loss with models that return the rows of all ranks
         twin: Any = copy.copy(self)
         models = {name: gathering(name) for name in ("model", "guide")}
