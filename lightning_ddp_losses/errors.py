@@ -31,7 +31,7 @@ class DDPLossError(RuntimeError):
     Attributes: the arguments, by name.
 
     A class of error that a known fault leads to names its page: the traceback ends with the command that shows it (a note of the
-    exception, so that the text itself stays as it is. Python 3.10 shows none).
+    exception, so that the text itself stays as it is).
 
     Example:
         >>> print(DDPLossError("rows", expected=8, ranks=[8, 6], fix="Drop the last batch."))

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 
 import pytest
 
+# what a launcher, a job or a terminal has told the caller of the tests is nothing to them
+_OF_THE_CALLER = re.compile(
+    r"MASTER_(ADDR|PORT)|((LOCAL|GROUP|NODE)_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|TORCHELASTIC_\w+|(http|https|all|no)_proxy"
+    "|FORCE_COLOR|NO_COLOR|COLUMNS|PYTHONIOENCODING",
+    re.IGNORECASE,
+)
+for _name in list(os.environ):
+    if _OF_THE_CALLER.fullmatch(_name):
+        del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the forkserver starts: it loads torch for all ranks
 
-import torch
+import torch  # noqa: E402 - after the environment
 
 pytest_plugins = ["lightning_ddp_losses.testing"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -11,23 +12,42 @@ import yaml
 from tests.processes import ROOT
 
 GITHUB = ROOT / ".github"
-WORKFLOW = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
+WORKFLOWS = {path.stem: path.read_text() for path in (GITHUB / "workflows").glob("*.yml")}
+CI = yaml.safe_load(WORKFLOWS["ci"])
 SESSIONS = {
     node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
 }
 
 
-def test_the_sessions_of_the_workflow_exist() -> None:
-    matrices = [job["strategy"]["matrix"] for job in WORKFLOW["jobs"].values()]
-    named = [name for matrix in matrices for name in matrix.get("session", [])]
-    named += [row["session"] for matrix in matrices for row in matrix["include"]]
-    assert {session for name in named for session in name.split()} <= SESSIONS
+def sessions_of(job: dict[str, Any]) -> set[str]:
+    """The sessions that a job of CI runs, by its matrix or by its commands."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    rows = [*matrix.get("session", []), *(row.get("session", "") for row in matrix.get("include", []))]
+    rows += re.findall(r"nox -s ([a-z0-9 ]+)", " ".join(str(step.get("run")) for step in job["steps"]))
+    return {session for row in rows for session in row.split()}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_the_sessions_of_a_workflow_exist(name: str) -> None:
+    jobs = yaml.safe_load(WORKFLOWS[name])["jobs"].values()
+    named = set().union(*map(sessions_of, jobs))
+    assert named
+    assert named <= SESSIONS
 
 
 def test_the_workflow_runs_what_the_project_calls_ci() -> None:
-    named = " ".join(WORKFLOW["jobs"]["sessions"]["strategy"]["matrix"]["session"]).split()
     commands = re.findall(r"nox -s ([a-z0-9 ]+)", (ROOT / ".ci" / "run").read_text())
-    assert {session for command in commands for session in command.split()} <= set(named)
+    assert {session for command in commands for session in command.split()} <= sessions_of(CI["jobs"]["sessions"])
+
+
+def test_the_quick_tests_of_a_distribution_exist() -> None:
+    (files,) = [
+        [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "QUICK"
+    ]
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", ".github/CONTRIBUTING.md", ".github/pull_request_template.md"])

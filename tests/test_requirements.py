@@ -98,8 +98,9 @@ def test_sources_that_are_not_installed_are_imported(monkeypatch: pytest.MonkeyP
 
 
 def test_the_metadata_excludes_releases_with_malware() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    asked = [Requirement(text) for text in re.findall(r'"(lightning[><=!~][^"]*)"', project)]
+    texts = re.findall(r'"(lightning[><=!~][^"]*)"', (ROOT / "pyproject.toml").read_text())
+    texts += re.findall("^lightning=.*$", (ROOT / ".github" / "constraints.txt").read_text(), re.MULTILINE)
+    asked = [Requirement(text) for text in texts]
     assert len(asked) == 2, "the range that is published, and the constraint"
     for name, versions in requirements.MALICIOUS.items():
         assert name == "lightning"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, Severity
@@ -31,7 +31,7 @@ _RESULTS = "ParameterSyncCheck"  # its findings result from gradients and optimi
 _MOST_FOLLOWERS = 8  # findings that a warning lists after its own
 
 
-class CheckStage(str, Enum):
+class CheckStage(StrEnum):
     """Names the places of a run where checks measure and judge. Messages contain the value. ``trainer.test`` has those of validation.
 
     Example:

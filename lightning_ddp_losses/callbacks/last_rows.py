@@ -99,7 +99,7 @@ def add_to_error_(error: BaseException, *, before: str = "", after: str = "", fi
     if str(error) != text:
         error.args = given
         added = [line for line in (before, after) if line]
-        note_on(error, __notes__=[*getattr(error, "__notes__", ()), *added])  # Python 3.10 has no ``add_note``
+        note_on(error, __notes__=[*getattr(error, "__notes__", ()), *added])
     if findings:
         note_on(error, findings=[*findings, *getattr(error, "findings", ())])
 

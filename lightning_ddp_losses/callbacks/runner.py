@@ -479,7 +479,7 @@ class CheckRunner(Callback):
             for check in self._observers[observation]:
                 try:
                     getattr(check, observation)(self.trainer, self.module, *args)
-                except Exception as error:  # noqa: PERF203 - a rank must not leave its peers alone
+                except Exception as error:  # a rank must not leave its peers alone
                     self.row_exchange.note_failure(check, observation, error)
 
     def _blind(self, check: Check) -> None:

@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import functools
 import inspect
+import io
 import os
 import pydoc
 import sys
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
 
 import torch
+import torch.distributed as dist
 import yaml
 from jsonargparse.typing import class_from_function
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -43,6 +45,7 @@ from lightning_ddp_losses.cli.configs import named_configs, run_configs, with_sh
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
 from lightning_ddp_losses.cli.manual import run_explain
 from lightning_ddp_losses.cli.report import RunReport
+from lightning_ddp_losses.core import launch_variables
 from lightning_ddp_losses.demo.data import BatchedArrayDataModule
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, expect
@@ -439,12 +442,27 @@ def missing_class_path(arguments: Sequence[str]) -> str:
     return ""
 
 
+def replace_letters_that_the_terminal_lacks() -> None:
+    """Let an encoding such as ascii show a question mark in place of a letter that it does not have, instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def note_left_over_variables(error: Exception) -> None:
+    """Add variables of a launcher to an error of the start: Lightning reads them when it makes the Trainer."""
+    if not dist.is_initialized():
+        for sentence in launch_variables.left_over():
+            error.add_note(f"{sentence} {launch_variables.ADVICE}")
+
+
 def main() -> None:
     """Run the console script: a mistake of the user's ends in its message, not in a traceback.
 
     Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
     command line that cannot be read, or an audit that could not run.
     """
+    replace_letters_that_the_terminal_lacks()
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{version_line()}\n")
         return
@@ -472,7 +490,8 @@ def main() -> None:
             sys.exit(message)
         sys.stderr.write(f"{message}\n")
         sys.exit(2)
-    except Exception:
+    except Exception as error:
+        note_left_over_variables(error)
         if command not in COMPARING:
             raise
         traceback.print_exc()

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from lightning_ddp_losses import __version__, requirements
 from lightning_ddp_losses.audit import parity
+from lightning_ddp_losses.core import launch_variables
 from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
@@ -41,8 +42,11 @@ def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
     argparse.ArgumentParser(prog="ddp-losses doctor", description=__doc__).parse_args(arguments)
     # the environment before our ranks change it, and the ranks before the accelerator, which forbids a fork
     variables = " ".join(f"{name}={value}" for name, value in os.environ.items() if _VARIABLES.match(name))
+    left_over = launch_variables.left_over()
     ranks = two_ranks()
-    lines = [*versions(), *machine(), ("environment", variables or "no variable that ranks read", False), ranks]
+    lines = [*versions(), *machine(), ("environment", variables or "no variable that ranks read", False)]
+    lines += [("left over?", f"{sentence} {launch_variables.ADVICE}", False) for sentence in left_over]
+    lines.append(ranks)
     # the table, then one sentence
     table = Table(show_header=False)
     for name, value, is_fault in lines:

@@ -8,6 +8,7 @@
 * ``signature``: what decides how a call is computed, and plans that are stored by it
 * ``host_copy``: values of an accelerator on their way to the host, read when they have arrived
 * ``random_state``: random generators, saved, seeded and put back
+* ``launch_variables``: environment variables of a launcher, which another job may have left behind
 * ``faults``: the one table of known faults. A new fault is one row there, and the check that finds it
 * ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
 """

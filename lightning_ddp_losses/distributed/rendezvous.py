@@ -151,7 +151,8 @@ def _missing_error(missing: Sequence[int], world_size: int, timeout: timedelta) 
         f"rendezvous of {world_size} ranks",
         expected=f"all of them within {timeout.total_seconds():g} s",
         got=f"no word from rank {listed([*map(str, missing)], 16)}",
-        fix="Look at the output of those ranks: they have ended, were never started, or cannot reach the store (MASTER_ADDR, MASTER_PORT).",
+        fix="Look at the output of those ranks: they have ended, were never started, or cannot reach the store (MASTER_ADDR, MASTER_PORT). "
+        "If nobody starts them, LOCAL_RANK or WORLD_SIZE may be left over from another job: `ddp-losses doctor`.",
         collective=True,
     )
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import StrategyRegistry
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, launch_variables
 from lightning_ddp_losses.core.precision import has_buffers
 from lightning_ddp_losses.distributed import process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -95,6 +96,7 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
 def start_strategy_world(strategy: Any, timeout: timedelta | None) -> None:
     """Start the default process group of a strategy's processes, as Lightning does, but over separate keys (``rendezvous``)."""
     environment, device = strategy.cluster_environment, strategy.root_device
+    refuse_foreign_address(environment, strategy.num_nodes)
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     backend = strategy.process_group_backend or dist.get_default_backend_for_device(device)
@@ -108,6 +110,29 @@ def start_strategy_world(strategy: Any, timeout: timedelta | None) -> None:
         device=None if device.type == "cpu" else device,
     )
     rank_zero_info(f"All {strategy.world_size} ranks are here (backend {backend}).")
+
+
+def refuse_foreign_address(environment: Any, num_nodes: int) -> None:
+    """Refuse an address of another machine for ranks that are all on this one: they would wait there until the time-out.
+
+    Args:
+        environment: Lightning's cluster environment. Those of a cluster or of ``torchrun`` know their address.
+        num_nodes: Number of nodes of the Trainer.
+
+    Raises:
+        ConfigurationError: on every rank, as all of them read the same variable.
+    """
+    if num_nodes > 1 or not isinstance(environment, LightningEnvironment):
+        return
+    address = environment.main_address
+    if not launch_variables.is_of_this_machine(address):
+        raise ConfigurationError(
+            "MASTER_ADDR",
+            expected="an address of this machine, on which all ranks of one node start",
+            got=address,
+            fix=f"{launch_variables.ADVICE} For several nodes set num_nodes, and start the Trainer on each.",
+            collective=True,
+        )
 
 
 # ---------------------------------------------------------------------- who reduces what

@@ -253,3 +253,21 @@ def test_an_audit_that_cannot_run_has_status_2(capsys: pytest.CaptureFixture[str
     assert audit_status(config, "--trainer.accelerator", "gpu") == 2
     assert "2 GPUs, got 0" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
+
+
+def test_a_terminal_without_some_letters_gets_the_page(tmp_path: Path) -> None:
+    done = run_python("-m", "lightning_ddp_losses", "explain", "losses", folder=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "ArcFace" in done.stdout
+
+
+def test_a_start_that_another_jobs_variables_spoil_names_them(tmp_path: Path) -> None:
+    arguments = ("-m", "lightning_ddp_losses", "fit", "--config", ARCFACE)
+    done = run_python(*arguments, folder=tmp_path, SLURM_NTASKS="4")
+    assert done.returncode == 1
+    assert (
+        "SLURM_NTASKS=4: Lightning expects that srun starts each rank. If another job left that behind" in done.stderr
+    )
+    done = run_python(*arguments, folder=tmp_path, MASTER_ADDR="10.255.255.1")
+    assert done.returncode == 1
+    assert "MASTER_ADDR: expected an address of this machine, on which all ranks of one node start" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
+import tomllib
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -21,7 +22,9 @@ from lightning_ddp_losses.cli.app import COMMANDS, MORE_COMMANDS
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
-ARCFACE = str(ROOT / "configs" / "digits_arcface.yaml")
+# where the package is imported from, and its configs: inside of a wheel, beside a checkout
+PACKAGE = Path(lightning_ddp_losses.__file__).parent
+ARCFACE = str(configs.shipped_configs()["digits_arcface"])
 
 
 def run(*arguments: str) -> str:
@@ -103,10 +106,10 @@ def test_a_config_by_its_name_trains(capsys: pytest.CaptureFixture[str]) -> None
 def test_the_wheel_holds_configs_and_pages() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert '[tool.hatch.build.targets.wheel.force-include]\nconfigs = "lightning_ddp_losses/configs"' in project
-    assert configs._FOLDERS[0] == Path(lightning_ddp_losses.__file__).parent / "configs"
-    assert (
-        'include = ["lightning_ddp_losses", "configs",' in project
-    )  # the source distribution, of which a wheel is built
+    assert configs._FOLDERS[0] == PACKAGE / "configs"
+    # of the source distribution a wheel is built
+    sources = tomllib.loads(project)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {"lightning_ddp_losses", "configs"} <= set(sources)
 
 
 def test_the_help_names_what_does_not_train() -> None:
@@ -150,7 +153,7 @@ def test_sources_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     """As on a GPU machine that has a copy of the repository on its path."""
     monkeypatch.setattr(importlib.metadata, "requires", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
     assert list(doctor.versions())[2:] == [
-        ("installed", f"no, read from {ROOT}: its requirements are not known", False)
+        ("installed", f"no, read from {PACKAGE.parent}: its requirements are not known", False)
     ]
     assert "read from" in doctor.version_line()
 

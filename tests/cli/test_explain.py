@@ -325,7 +325,7 @@ def test_errors_name_a_page_that_exists_and_all_but_the_general_ones_name_one() 
 
 def test_commands_that_messages_name_have_a_page() -> None:
     named = set()
-    for path in (ROOT / "lightning_ddp_losses").rglob("*.py"):
+    for path in Path(lightning_ddp_losses.__file__).parent.rglob("*.py"):
         named |= set(
             re.findall(
                 r"""ddp-losses explain ((?:migrate )?[\w-]+)|(?:explained_by\(|\bpage=)"(\w+)\"""", path.read_text()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, get_origin
+from typing import Any
 
 import torch
 import torchmetrics
@@ -226,8 +226,7 @@ def differentiable_classes() -> dict[str, type[Metric]]:
         warnings.simplefilter("ignore")
         for module in pkgutil.walk_packages(torchmetrics.__path__, "torchmetrics."):
             for name, cls in vars(import_module(module.name)).items():
-                # Python 3.10 takes list[int] for a class
-                if not inspect.isclass(cls) or get_origin(cls) or not issubclass(cls, Metric) or name.startswith("_"):
+                if not inspect.isclass(cls) or not issubclass(cls, Metric) or name.startswith("_"):
                     continue
                 if cls.is_differentiable is True and cls.__module__ == module.name:
                     found[name] = cls
