@@ -59,7 +59,7 @@ EVERYTHING = (("tests",), *SLOW)
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
     """Run pytest. A job that sets COVERAGE_FILE measures what runs, and `nox -s coverage -- combine` joins the jobs."""
-    python = ("python",)
+    python: tuple[str, ...] = ("python",)
     if "COVERAGE_FILE" in session.env or "COVERAGE_FILE" in os.environ:
         python = ("coverage", "run")
     session.run(*python, "-m", "pytest", *arguments, *session.posargs)
