@@ -25,6 +25,7 @@ from rich.markdown import Markdown
 
 from lightning_ddp_losses.cli import search
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
+from lightning_ddp_losses.errors import expect
 
 PACKAGE = "lightning_ddp_losses"
 # modules of public names, the documented one of a name first
@@ -44,6 +45,9 @@ PLACES = (
     f"{PACKAGE}.testing",
     f"{PACKAGE}.cli",
 )
+_BLOCK = re.compile(r"```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+_ENDINGS = {"python": ".py", "yaml": ".yaml", "bash": ".sh"}
+_OURS = "\n## With this package\n"
 PAGES = Path(__file__).parent / "pages"
 HOSTS = (
     *(
@@ -353,6 +357,7 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
     )
     parser.add_argument("topic", nargs="*", help=topics)
     parser.add_argument("--all", action="store_true", help="all known faults, by how they show")
+    parser.add_argument("--save", metavar="FILE", help="write the page's code to a new file: .py, .yaml or .sh")
     given = parser.parse_args(arguments)
     # which page
     found = find_page(given.topic) if given.topic else overview()
@@ -363,8 +368,40 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
     page = found or f"# No page for “{words}”\n\n{overview().partition(chr(10))[2]}"
     # on the terminal, no wider than can be read
     console = console or Console()
+    if given.save is not None:
+        save_code(page, Path(given.save))
+        console.print(f"Saved to {given.save}: the code of `ddp-losses explain {words}`.", highlight=False)
+        return 0
     console.print(Markdown(_TABLE.sub(_as_list, page)), width=min(console.width, _WIDEST))
     return int(found is None)
+
+
+def save_code(page: str, file: Path) -> None:
+    """Write the code of a page to a new file, with the text before each block as a comment. A recipe's part for this package alone.
+
+    Args:
+        page: Markdown.
+        file: Its ending names the language.
+
+    Raises:
+        ConfigurationError: An ending without a block of its language on the page, or a file that is there.
+    """
+    part = page.partition(_OURS)[2].partition("\n## ")[0] or page
+    blocks = list(_BLOCK.finditer(part))
+    endings = {_ENDINGS.get(block["language"]) for block in blocks} - {None}
+    expected = ", ".join(sorted(map(str, endings))) or "no file: the page has no code"
+    expect(file.suffix in endings, "--save: ending", expected=expected, got=file.name)
+    expect(
+        not file.exists(), "--save", expected="a new file", got=f"{file}, which is there", fix="Choose another name."
+    )
+    written, last = [], 0
+    for block in blocks:
+        if _ENDINGS.get(block["language"]) == file.suffix:
+            text = part[last : block.start()].strip()
+            written += [f"# {line}".rstrip() for line in text.splitlines()]
+            written.append(f"{block['code']}\n")
+        last = block.end()
+    file.write_text("\n".join(written))
 
 
 def find_page(topic: Sequence[str]) -> str | None:

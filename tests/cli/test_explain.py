@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
@@ -387,3 +388,32 @@ def test_the_manual_needs_no_package_of_development() -> None:
     done = run_python("-c", WITHOUT, folder=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 1]"
+
+
+@pytest.mark.parametrize("name", [name for name, text in manual.recipes().items() if "```python" in text])
+def test_the_code_of_a_recipe_is_saved(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.py"
+    assert run_explain(["migrate", name, "--save", str(file)], Console(file=StringIO())) == 0
+    saved = file.read_text()
+    ast.parse(saved)
+    # what is not commented stands on the page, in its order
+    code = [line for line in saved.splitlines() if line and not line.startswith("#")]
+    lines = iter(manual.recipes()[name].splitlines())
+    assert all(any(line == other for other in lines) for line in code)
+    assert code
+    with pytest.raises(DDPLossError, match="expected a new file"):
+        run_explain(["migrate", name, "--save", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("topic", "expected"),
+    [
+        ("migrate kubernetes", "expected .yaml, got it.cpp"),
+        ("export", "expected .py, got it.cpp"),
+        ("citation", "the page has no code"),
+    ],
+)
+def test_code_that_a_page_does_not_have_is_not_saved(topic: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(DDPLossError, match=re.escape(expected)):
+        run_explain([*topic.split(), "--save", str(tmp_path / "it.cpp")])
+    assert not list(tmp_path.iterdir())
