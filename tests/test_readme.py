@@ -107,6 +107,11 @@ def test_what_it_says_to_explain_is_explained(topic: str, capsys: pytest.Capture
     assert capsys.readouterr().out
 
 
+def test_its_config_for_own_data_is_that_of_the_page_which_is_run() -> None:
+    (config,) = re.findall(r"```yaml\n(.*?)```", manual.about()["own_data"], re.DOTALL)
+    assert config in README
+
+
 def test_the_configs_of_its_commands_exist() -> None:
     for config in re.findall(r"configs/\w+\.yaml", README):
         assert (ROOT / config).is_file()
