@@ -31,6 +31,7 @@ from lightning_ddp_losses.callbacks import findings
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.hook_ends import needs_all_ranks
 from lightning_ddp_losses.callbacks.facts.loss_rules import (
     MEAN,
     MONITORED,
@@ -309,7 +310,7 @@ class LoggedValues:
 
     def hash_keys(self, results: Any) -> int:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-        self.keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
+        self.keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if needs_all_ranks(value))
         return hash_text("; ".join(self.keys))
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
@@ -401,11 +402,6 @@ def _values_of_one_rank(results: Any) -> dict[str, float]:
         rows = float(result.cumulated_batch_size) if meta.on_epoch and meta.is_mean_reduction else 1.0
         found[meta.name] = float(result.value) / rows
     return found
-
-
-def _is_reduced(value: Any) -> bool:
-    sync = value.meta.sync
-    return not value.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
 def _is_global_mean(result: Any) -> bool:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.facts.hook_ends import EpochValues, HookEnd
+from lightning_ddp_losses.callbacks.facts.hook_ends import EpochEnd, Handle, HookEnd
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
@@ -52,7 +52,7 @@ _LOGGED_IN = {
     "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
     "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
 }
-"""Hooks of the module whose logged values Lightning reduces when they return, and the stage before it does."""
+"""Hooks whose logged values Lightning reduces when all of them have returned, and the stage before it does."""
 
 T = TypeVar("T")
 
@@ -118,6 +118,7 @@ class CheckRunner(Callback):
         self._blinded: set[int] = set()
         self._ran_dry = False
         self._handles: dict[object, Any] = {}
+        self._epoch_ends: dict[CheckStage, EpochEnd] = {}
         for check in self.checks:
             check.join(self)
 
@@ -191,9 +192,26 @@ class CheckRunner(Callback):
                 self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
             except RankMismatchError as error:
                 raise ConfigurationError(str(error), collective=True) from None
-        for hook, stage in _LOGGED_IN.items():
-            self._handles[hook] = HookEnd(self.module, hook, partial(self.run_stage, stage))
+        self._follow_epoch_ends()
         self.run_stage(CheckStage.BEFORE_WRAP)
+
+    def _follow_epoch_ends(self) -> None:
+        """Judge what hooks at the end of an epoch log, in each callback and in the module, and their own stage before all of them."""
+        loops = {
+            CheckStage.TRAIN_LOGGED: self.trainer.fit_loop.epoch_loop,
+            CheckStage.VALIDATION_LOGGED: compat.validation_loop(self.trainer),
+        }
+        for stage, loop in loops.items():
+            end = EpochEnd(compat.logged_results(loop), partial(self.run_stage, stage))
+            self._epoch_ends[stage] = self._handles[stage] = end
+        at_end = compat.before_training_epoch_end(self.trainer, self._judge_training)
+        self._handles["end of a training epoch"] = Handle(at_end)
+        for hook, stage in _LOGGED_IN.items():
+            end = self._epoch_ends[stage]
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if getattr(type(callback), hook) is not getattr(Callback, hook) and callback is not self:
+                    self._handles[id(callback), hook] = HookEnd(callback, hook, end.hook_end)
+            self._handles[hook] = HookEnd(self.module, hook, end.module_hook_end)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the steps of the optimizers, and judge the state of every rank at the start."""
@@ -211,6 +229,7 @@ class CheckRunner(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the data of the epoch."""
+        self._epoch_ends[CheckStage.TRAIN_LOGGED].close()
         self.run_stage(CheckStage.EPOCH_START)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -307,16 +326,17 @@ class CheckRunner(Callback):
             shared.batch_end()
         self._observe("see_batch_end")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge metrics before they are computed."""
+    def _judge_training(self) -> None:
+        """Judge metrics and names of logged values before any hook of the end of the epoch may read them."""
         self.run_stage(CheckStage.TRAIN_EPOCH_END)
-        # values of the steps are reduced here, on all ranks: the progress bar would ask for them on rank 0 before the next stage
-        _ = trainer.callback_metrics
+        self._epoch_ends[CheckStage.TRAIN_LOGGED].begin()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the state at the start of a validation."""
+        self._epoch_ends[CheckStage.VALIDATION_LOGGED].close()
         self.run_stage(CheckStage.VALIDATION_START)
-        self._handles[EpochValues] = EpochValues(compat.validation_loop(trainer), self._judge_validation)
+        at_end = compat.before_epoch_values(compat.validation_loop(trainer), self._judge_validation)
+        self._handles["end of an evaluation"] = Handle(at_end)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
@@ -331,10 +351,12 @@ class CheckRunner(Callback):
 
     def _judge_validation(self) -> None:
         """Judge metrics and names of logged values once, before they are computed and reduced."""
-        handle = self._handles.pop(EpochValues, None)
+        handle = self._handles.pop("end of an evaluation", None)
         if handle is not None:
             handle.remove()
             self.run_stage(CheckStage.VALIDATION_EPOCH_END)
+            if not self.trainer.sanity_checking:
+                self._epoch_ends[CheckStage.VALIDATION_LOGGED].begin()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""

@@ -194,14 +194,68 @@ class ReadsOnRankZero(Callback):
     on_validation_epoch_end = on_train_epoch_end
 
 
-def run_with_a_reader(hook: str, strategy: str) -> dict[str, float]:
-    trainer = make_trainer(strategy, callbacks=[DDPChecks(file=False, summary=False), ReadsOnRankZero()], max_epochs=2)
+def run_with_a_reader(hook: str, strategy: str, reader_is_first: bool) -> dict[str, float]:
+    callbacks: list[Callback] = [DDPChecks(file=False, summary=False), ReadsOnRankZero()]
+    if reader_is_first:
+        callbacks.reverse()
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=2)
     rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
     trainer.fit(Logs(hook, "equal"), rows, rows)
+    assert trainer.callbacks[: len(callbacks)] == callbacks  # type: ignore[attr-defined]
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.parametrize("reader_is_first", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("hook", ["training_step", "validation_step"])
-def test_a_reader_on_one_rank(pool: RankPool, hook: str, strategy: str) -> None:
-    assert all(values["class"] == 1.0 for values in pool.run(2, run_with_a_reader, hook, strategy))
+def test_a_reader_on_one_rank(pool: RankPool, hook: str, strategy: str, reader_is_first: bool) -> None:
+    """In whichever order the callbacks are listed, values of the steps are compared and reduced before any of them reads."""
+    assert all(values["class"] == 1.0 for values in pool.run(2, run_with_a_reader, hook, strategy, reader_is_first))
+
+
+class LogsThenReads(Callback):
+    """Logs the same names on all ranks at the end of an epoch. Rank 0 reads them there, or only the callbacks after this one do."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log("of callback", 1.0 + dist.get_rank(), sync_dist=True)
+        if self.reads and trainer.is_global_zero:
+            assert float(trainer.callback_metrics["of callback"]) == 1.5
+
+    on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
+
+
+class ModuleReads(Logs):
+    """Logs in each hook at the end of an epoch, and reads on rank 0 there."""
+
+    def __init__(self) -> None:
+        super().__init__("training_step", "equal")
+
+    def on_train_epoch_end(self) -> None:
+        self.log("of module", 2.0 + dist.get_rank(), sync_dist=True)
+        if self.trainer.is_global_zero:
+            assert float(self.trainer.callback_metrics["of module"]) == 2.5
+
+    on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
+
+
+def run_with_logs_of_the_end(stage: str, strategy: str, reads: bool) -> dict[str, float]:
+    # two of one callback log under one name: the mean of both
+    callbacks = [ReadsOnRankZero(), LogsThenReads(reads), DDPChecks(file=False, summary=False), LogsThenReads(False)]
+    trainer = make_trainer(strategy, callbacks=[*callbacks, ReadsOnRankZero()], max_epochs=2)
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    if stage == "fit":
+        trainer.fit(ModuleReads(), rows, rows)
+    else:
+        getattr(trainer, stage)(ModuleReads(), rows, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("of ")}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_readers_of_what_the_end_of_an_epoch_logs(pool: RankPool, strategy: str, reads: bool) -> None:
+    for stage in ("fit", "validate", "test"):
+        for values in pool.run(2, run_with_logs_of_the_end, stage, strategy, reads):
+            assert values == {"of callback": 1.5, "of module": 2.5}

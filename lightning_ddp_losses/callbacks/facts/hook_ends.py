@@ -1,7 +1,10 @@
-"""`HookEnd` and `EpochValues`: places of the run right before Lightning reduces logged values.
+"""Places of the run right before Lightning reduces logged values.
 
-Lightning calls the hooks of callbacks before the module's hook, and reduces what the module logs in it as soon as the hook returns. The
-only place between both is the return of the hook. What an evaluation logs in its batches is reduced before any hook of its end.
+Lightning reduces the values of an epoch when they are read for the first time. Code may do so on rank 0 alone, as a progress bar does. The
+other ranks then join when Lightning reads them, and may not wait for rank 0 anywhere before. So all values are compared and reduced
+
+* at the end of the batches, before any hook,
+* when a hook of the end that has logged more returns (`HookEnd`), and on a rank that reads in the hook when it reads (`EpochEnd`).
 """
 
 from __future__ import annotations
@@ -9,33 +12,80 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 from lightning_ddp_losses.core import compat
 
 
-class EpochValues:
-    """Calls a function before an evaluation reduces its epoch values, until ``remove``.
+class Handle:
+    """What undoes a change of Lightning's objects.
 
     Args:
-        loop: Loop of the evaluation.
-        function: Function to call.
+        remove: Function that undoes it.
     """
 
-    def __init__(self, loop: Any, function: Callable[[], None]) -> None:
-        self.remove = compat.before_epoch_values(loop, function)
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self.remove = remove
+
+
+def needs_all_ranks(result: Any) -> bool:
+    """Return whether a logged value is reduced over ranks: with ``sync_dist``, or a metric."""
+    sync = result.meta.sync
+    return not result.is_tensor or (sync.should and not sync.rank_zero_only)
+
+
+class EpochEnd:
+    """Compares what the hooks at the end of an epoch log, and reduces it, on all ranks at once.
+
+    Args:
+        results: Logged values of a loop.
+        judge: Function that compares them on all ranks.
+    """
+
+    def __init__(self, results: Any, judge: Callable[[], None]) -> None:
+        self._results, self._judge = results, judge
+        self._is_open = self._was_judged = False
+        self.remove = compat.before_reading_epoch(results, self.hook_end)
+
+    def begin(self) -> None:
+        """Reduce the values of the batches, which have been compared. The hooks of the end follow."""
+        self._is_open, self._was_judged = True, False
+        self._reduce()
+
+    def close(self) -> None:
+        """Another epoch begins."""
+        self._is_open = False
+
+    def hook_end(self) -> None:
+        """Compare and reduce values that were logged since the last call, if there are any."""
+        if self._is_open and self._unreduced():
+            self._was_judged = True
+            self._judge()
+            self._reduce()
+
+    def module_hook_end(self) -> None:
+        """Do the same in the last hook. What ranks log alone is compared there too."""
+        if not self._was_judged:
+            self._was_judged = True
+            self._judge()
+        self.hook_end()
+
+    def _unreduced(self) -> list[Any]:
+        return [result for result in compat.unread_epoch_values(self._results) if needs_all_ranks(result)]
+
+    def _reduce(self) -> None:
+        for result in self._unreduced():
+            compat.reduce_epoch_value(self._results, result)
 
 
 class HookEnd:
-    """Calls a function whenever a hook of a module has returned, until ``remove``.
+    """Calls a function whenever a hook of a module or a callback has returned, until ``remove``.
 
     Args:
-        module: Module of a fit. Its hook is replaced in the object, so that its class, its copies and its pickles keep theirs.
+        module: Object with the hook. It is replaced in the object, so that its class, its copies and its pickles keep theirs.
         name: Name of the hook.
         at_end: Function to call.
     """
 
-    def __init__(self, module: LightningModule, name: str, at_end: Callable[[], None]) -> None:
+    def __init__(self, module: Any, name: str, at_end: Callable[[], None]) -> None:
         self._attributes, self._name = vars(module), name
         self._given = self._attributes.get(name)  # None if the hook is that of the class
         self._attributes[name] = _HookWithEnd(getattr(module, name), at_end)
