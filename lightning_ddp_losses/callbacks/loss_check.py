@@ -31,7 +31,7 @@ from lightning_ddp_losses.callbacks import findings
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
-from lightning_ddp_losses.callbacks.facts.hook_ends import needs_all_ranks
+from lightning_ddp_losses.callbacks.facts.hook_ends import name_of_log, needs_all_ranks
 from lightning_ddp_losses.callbacks.facts.loss_rules import (
     MEAN,
     MONITORED,
@@ -215,8 +215,10 @@ class LossCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ findings and figures
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return the logged names or values of this rank."""
-        return {"F46": self._values.keys, "F56": self._values.local_values}.get(finding.fault)
+        """Return the logged names of this rank with their lines, or its values."""
+        if finding.fault == "F46":
+            return {name: self.runner.logged_lines.get(name, "") for name in self._values.keys}
+        return self._values.local_values if finding.fault == "F56" else None
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the values that only some ranks log, or that differ between ranks."""
@@ -310,7 +312,7 @@ class LoggedValues:
 
     def hash_keys(self, results: Any) -> int:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-        self.keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if needs_all_ranks(value))
+        self.keys = sorted(name_of_log(key, value) for key, value in results.items() if needs_all_ranks(value))
         return hash_text("; ".join(self.keys))
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
@@ -432,13 +434,19 @@ def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
     return found
 
 
-def _name_keys(finding: Finding, names_by_rank: Sequence[list[str]]) -> Finding:
-    """Name the keys that only some ranks log."""
-    common = set.intersection(*map(set, names_by_rank))
-    further = [[name for name in names if name not in common] for names in names_by_rank]
-    only_some = sorted(set().union(*further))
-    values = tuple(", ".join(names) or "nothing more" for names in further)
-    return replace(finding, values=values, name=", ".join(only_some))
+def _name_keys(finding: Finding, lines_by_rank: Sequence[dict[str, str]]) -> Finding:
+    """Name the keys that only some ranks log, with the line of the first one of each rank."""
+    common = set.intersection(*map(set, lines_by_rank))
+    only_some: set[str] = set()
+    values = []
+    for lines in lines_by_rank:
+        further = [name for name in lines if name not in common]
+        only_some.update(further)
+        text = ", ".join(further) or "nothing more"
+        if further and lines[further[0]]:
+            text += f", logged at {lines[further[0]]}"
+        values.append(text)
+    return replace(finding, values=tuple(values), name=", ".join(sorted(only_some)))
 
 
 def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -> Finding:

@@ -93,6 +93,7 @@ class CheckRunner(Callback):
         module: As given.
         checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
         steps: Batches of this fit that made an optimizer step.
+        logged_lines: The user's line of each name that this rank has logged.
         rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
         own_time: Time that checks take, including their gathers.
@@ -105,6 +106,7 @@ class CheckRunner(Callback):
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
         self.steps = 0
+        self.logged_lines: dict[str, str] = {}
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
@@ -202,7 +204,7 @@ class CheckRunner(Callback):
             CheckStage.VALIDATION_LOGGED: compat.validation_loop(self.trainer),
         }
         for stage, loop in loops.items():
-            end = EpochEnd(compat.logged_results(loop), partial(self.run_stage, stage))
+            end = EpochEnd(compat.logged_results(loop), partial(self.run_stage, stage), self.logged_lines)
             self._epoch_ends[stage] = self._handles[stage] = end
         at_end = compat.before_training_epoch_end(self.trainer, self._judge_training)
         self._handles["end of a training epoch"] = Handle(at_end)

@@ -900,6 +900,20 @@ def before_reading_epoch(results: Any, function: Callable[[], object]) -> Callab
     return _patch(results, "metrics", metrics_after_function)
 
 
+def after_new_log(results: Any, function: Callable[[str, Any], object]) -> Callable[[], object]:
+    """Call a function, with key and result, after a value was logged for the first time. Return a function that undoes it."""
+    log = results.log
+
+    def log_and_call(*args: Any, **options: Any) -> None:
+        known = len(results)
+        log(*args, **options)
+        if len(results) > known:
+            key = next(reversed(results))
+            function(key, results[key])
+
+    return _patch(results, "log", log_and_call)
+
+
 def unread_epoch_values(results: Any) -> list[Any]:
     """Return the logged results that have an epoch value which was not computed since they were logged."""
     return [result for _, result in results.valid_items() if result.meta.on_epoch and not is_reduced(result)]

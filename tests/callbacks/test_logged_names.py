@@ -91,7 +91,7 @@ def test_other_names_are_named_on_every_rank(pool: RankPool, names: str, strateg
     for stage, hook in CASES:
         errors = pool.errors(2, run, hook, names, stage, strategy)
         name = "class_1" if names == "others" else "only"
-        assert_errors(errors, "LossCheck, F46", name, f"({hook})")
+        assert_errors(errors, "LossCheck, F46", name, f"({hook}), logged at test_logged_names.py:", "self.log(")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])

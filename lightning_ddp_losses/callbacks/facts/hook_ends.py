@@ -9,10 +9,12 @@ other ranks then join when Lightning reads them, and may not wait for rank 0 any
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.user_line import users_line
 
 
 class Handle:
@@ -32,18 +34,34 @@ def needs_all_ranks(result: Any) -> bool:
     return not result.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
+def name_of_log(key: str, result: Any) -> str:
+    """Return a logged value as messages name it: Lightning's key and the hook."""
+    return f"{key} ({result.meta.fx})"
+
+
 class EpochEnd:
     """Compares what the hooks at the end of an epoch log, and reduces it, on all ranks at once.
 
     Args:
         results: Logged values of a loop.
         judge: Function that compares them on all ranks.
+        lines: Gets the user's line of each name that is logged.
     """
 
-    def __init__(self, results: Any, judge: Callable[[], None]) -> None:
-        self._results, self._judge = results, judge
+    def __init__(self, results: Any, judge: Callable[[], None], lines: dict[str, str]) -> None:
+        self._results, self._judge, self._lines = results, judge, lines
         self._is_open = self._was_judged = False
-        self.remove = compat.before_reading_epoch(results, self.hook_end)
+        undo_reading = compat.before_reading_epoch(results, self.hook_end)
+        undo_log = compat.after_new_log(results, self._note_line)
+        self._undo = [undo_reading, undo_log]
+
+    def remove(self) -> None:
+        """Give the logged values their methods back."""
+        for undo in self._undo:
+            undo()
+
+    def _note_line(self, key: str, result: Any) -> None:
+        self._lines[name_of_log(key, result)] = users_line(inspect.currentframe())
 
     def begin(self) -> None:
         """Reduce the values of the batches, which have been compared. The hooks of the end follow."""
