@@ -217,7 +217,8 @@ class LossCheck(RankCheck, default=True):
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return the logged names of this rank with their lines, or its values."""
         if finding.fault == "F46":
-            return {name: self.runner.logged_lines.get(name, "") for name in self._values.keys}
+            lines = self.runner.epoch_ends.lines
+            return {name: lines.get(name, "") for name in self._values.keys}
         return self._values.local_values if finding.fault == "F56" else None
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:

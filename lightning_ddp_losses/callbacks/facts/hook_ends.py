@@ -5,27 +5,30 @@ other ranks then join when Lightning reads them, and may not wait for rank 0 any
 
 * at the end of the batches, before any hook,
 * when a hook of the end that has logged more returns (`HookEnd`), and on a rank that reads in the hook when it reads (`EpochEnd`).
+
+`EpochEnds` is what the runner of checks uses.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.user_line import users_line
 
-
-class Handle:
-    """What undoes a change of Lightning's objects.
-
-    Args:
-        remove: Function that undoes it.
-    """
-
-    def __init__(self, remove: Callable[[], object]) -> None:
-        self.remove = remove
+_LOGGED_IN = {
+    "on_train_epoch_end": CheckStage.TRAIN_LOGGED,
+    "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
+    "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
+}
+"""Hooks whose logged values Lightning reduces when all of them have returned, and the stage before it does."""
 
 
 def needs_all_ranks(result: Any) -> bool:
@@ -37,6 +40,74 @@ def needs_all_ranks(result: Any) -> bool:
 def name_of_log(key: str, result: Any) -> str:
     """Return a logged value as messages name it: Lightning's key and the hook."""
     return f"{key} ({result.meta.fx})"
+
+
+class EpochEnds:
+    """Runs the stages at the ends of the epochs of a fit or an evaluation, each where no rank can be in a reduction yet.
+
+    Args:
+        trainer: Trainer of the run.
+        module: Its module.
+        run_stage: Function that judges the facts of a stage.
+
+    Attributes:
+        lines: The user's line of each name that this rank has logged.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, run_stage: Callable[[CheckStage], None]) -> None:
+        self.lines: dict[str, str] = {}
+        self._trainer, self._module, self._run_stage = trainer, module, run_stage
+        self._ends: dict[CheckStage, EpochEnd] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._undo_evaluation: Callable[[], object] | None = None
+
+    def follow(self) -> None:
+        """Watch both loops, and the hooks of all callbacks and of the module."""
+        loops = {
+            CheckStage.TRAIN_LOGGED: self._trainer.fit_loop.epoch_loop,
+            CheckStage.VALIDATION_LOGGED: compat.validation_loop(self._trainer),
+        }
+        for stage, loop in loops.items():
+            end = EpochEnd(compat.logged_results(loop), partial(self._run_stage, stage), self.lines)
+            self._ends[stage] = end
+            self._undo.append(end.remove)
+        self._undo.append(compat.before_training_epoch_end(self._trainer, self._judge_training))
+        for hook, stage in _LOGGED_IN.items():
+            end = self._ends[stage]
+            for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+                if getattr(type(callback), hook) is not getattr(Callback, hook):
+                    self._undo.append(HookEnd(callback, hook, end.hook_end).remove)
+            self._undo.append(HookEnd(self._module, hook, end.module_hook_end).remove)
+
+    def remove(self) -> None:
+        """Give all objects their methods back."""
+        while self._undo:
+            self._undo.pop()()
+        if self._undo_evaluation is not None:
+            self._undo_evaluation()
+
+    def close(self, stage: CheckStage) -> None:
+        """Another epoch begins: its values are read in steps."""
+        self._ends[stage].close()
+
+    def _judge_training(self) -> None:
+        """Judge metrics and names of logged values before any hook of the end of the epoch may read them."""
+        self._run_stage(CheckStage.TRAIN_EPOCH_END)
+        self._ends[CheckStage.TRAIN_LOGGED].begin()
+
+    def start_evaluation(self) -> None:
+        """Judge this evaluation before its values are reduced."""
+        loop = compat.validation_loop(self._trainer)
+        self._undo_evaluation = compat.before_epoch_values(loop, self.judge_evaluation)
+
+    def judge_evaluation(self) -> None:
+        """Judge metrics and names of logged values once, before they are computed and reduced."""
+        undo, self._undo_evaluation = self._undo_evaluation, None
+        if undo is not None:
+            undo()
+            self._run_stage(CheckStage.VALIDATION_EPOCH_END)
+            if not self._trainer.sanity_checking:
+                self._ends[CheckStage.VALIDATION_LOGGED].begin()
 
 
 class EpochEnd:
