@@ -95,9 +95,11 @@ class DDPSnapshot:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
-    def reduces(self, name: str) -> bool:
-        """Return whether DDP reduces the gradient of this parameter. If not, a different reducer handles it, later."""
-        return self.ddp is not None and name in self._hooked
+    def reduced(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of the parameters whose gradients DDP reduces. A different reducer handles others, later."""
+        if self.ddp is None:
+            return {}
+        return {name: parameter for name, parameter in parameters.items() if name in self._hooked}
 
     def see_gradients(self, place: str, started: StartedGradients) -> None:
         """Remember gradients at a place. Of several optimizers or backwards in one batch each adds its own."""

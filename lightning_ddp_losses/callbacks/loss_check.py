@@ -304,6 +304,7 @@ class LoggedValues:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
+        self._hash, self._logged = 0, (0, 0)  # of the keys, and the values whose keys they are
         self.local_values: dict[str, float] = {}
         self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
         # means of the last epoch that may be floored: sum and rows of each rank. The same on every rank
@@ -313,8 +314,12 @@ class LoggedValues:
 
     def hash_keys(self, results: Any) -> int:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-        self.keys = sorted(name_of_log(key, value) for key, value in results.items() if needs_all_ranks(value))
-        return hash_text("; ".join(self.keys))
+        logged = id(results), len(results)  # names are never taken out
+        if logged != self._logged:
+            self._logged = logged
+            self.keys = sorted(name_of_log(key, value) for key, value in results.items() if needs_all_ranks(value))
+            self._hash = hash_text("; ".join(self.keys))
+        return self._hash
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 

@@ -315,17 +315,12 @@ class CheckRunner(Callback):
         if not trainer.sanity_checking:
             self._observe("see_batch_end")
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge metrics after several loaders in turn."""
-        self.epoch_ends.judge_evaluation()
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""
         self.run_stage(CheckStage.VALIDATION_END)
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
-    on_test_epoch_end = on_validation_epoch_end
     on_test_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -888,6 +888,18 @@ def before_training_epoch_end(trainer: Any, function: Callable[[], object]) -> C
     return _patch(connector, "epoch_end_reached", reach_end_and_call)
 
 
+def before_evaluation_epoch_end(trainer: Any, function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function when all loaders of an evaluation have ended, before any hook of its end. Return a function that undoes it."""
+    connector = trainer._logger_connector
+    end_epoch = connector._evaluation_epoch_end
+
+    def end_and_call() -> None:
+        end_epoch()
+        function()
+
+    return _patch(connector, "_evaluation_epoch_end", end_and_call)
+
+
 def before_reading_epoch(results: Any, function: Callable[[], object]) -> Callable[[], object]:
     """Call a function before epoch values of logged results are read, which reduces them. Return a function that undoes it."""
     metrics = results.metrics

@@ -233,6 +233,9 @@ class ModuleReads(Logs):
     def __init__(self) -> None:
         super().__init__("training_step", "equal")
 
+    def validation_step(self, batch: list[Tensor], index: int, dataloader_idx: int = 0) -> None:
+        self.log("of batches", batch[0].mean(), sync_dist=True)
+
     def on_train_epoch_end(self) -> None:
         self.log("of module", 2.0 + dist.get_rank(), sync_dist=True)
         if self.trainer.is_global_zero:
@@ -241,21 +244,55 @@ class ModuleReads(Logs):
     on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
 
 
-def run_with_logs_of_the_end(stage: str, strategy: str, reads: bool) -> dict[str, float]:
+def run_with_logs_of_the_end(stage: str, strategy: str, reads: bool, loaders: int) -> dict[str, float]:
     # two of one callback log under one name: the mean of both
     callbacks = [ReadsOnRankZero(), LogsThenReads(reads), DDPChecks(file=False, summary=False), LogsThenReads(False)]
     trainer = make_trainer(strategy, callbacks=[*callbacks, ReadsOnRankZero()], max_epochs=2)
     rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    module = ModuleReads()
     if stage == "fit":
-        trainer.fit(ModuleReads(), rows, rows)
+        trainer.fit(module, rows, [rows] * loaders)
     else:
-        getattr(trainer, stage)(ModuleReads(), rows, verbose=False)
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("of ")}
+        getattr(trainer, stage)(module, [rows] * loaders, verbose=False)
+    # Lightning's objects have their methods back
+    for each in (module, trainer.fit_loop.epoch_loop._results, trainer._logger_connector, *callbacks):
+        assert {"on_train_epoch_end", "metrics", "epoch_end_reached"}.isdisjoint(vars(each))
+    return {
+        name: float(value) for name, value in trainer.callback_metrics.items() if name in ("of callback", "of module")
+    }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_readers_of_what_the_end_of_an_epoch_logs(pool: RankPool, strategy: str, reads: bool) -> None:
-    for stage in ("fit", "validate", "test"):
-        for values in pool.run(2, run_with_logs_of_the_end, stage, strategy, reads):
+    for stage, loaders in (("fit", 1), ("fit", 2), ("validate", 1), ("validate", 2), ("test", 1)):
+        for values in pool.run(2, run_with_logs_of_the_end, stage, strategy, reads, loaders):
             assert values == {"of callback": 1.5, "of module": 2.5}
+
+
+class LogsOnRankZero(Callback):
+    """Logs a value of all ranks on rank 0 alone, at the end of an epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            module.log("of rank 0", 1.0, sync_dist=True)
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+def run_with_logs_on_rank_zero(stage: str, strategy: str) -> None:
+    callbacks = [LogsOnRankZero(), DDPChecks(file=False, summary=False), ReadsOnRankZero()]
+    trainer = make_trainer(strategy, callbacks=callbacks)
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    module = Logs("training_step", "equal")
+    if stage == "fit":
+        trainer.fit(module, rows, rows)
+    else:
+        trainer.validate(module, rows, verbose=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_log_of_a_callback_on_one_rank_is_named(pool: RankPool, stage: str, strategy: str) -> None:
+    errors = pool.errors(2, run_with_logs_on_rank_zero, stage, strategy)
+    assert_errors(errors, "LossCheck, F46", "of rank 0", "logged at test_logged_names.py:", "rank 1: nothing more")

@@ -72,6 +72,8 @@ class EpochEnds:
             self._ends[stage] = end
             self._undo.append(end.remove)
         self._undo.append(compat.before_training_epoch_end(self._trainer, self._judge_training))
+        # after several loaders in turn. The values of one are reduced before
+        self._undo.append(compat.before_evaluation_epoch_end(self._trainer, self._judge_evaluation))
         for hook, stage in _LOGGED_IN.items():
             end = self._ends[stage]
             for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
@@ -98,9 +100,9 @@ class EpochEnds:
     def start_evaluation(self) -> None:
         """Judge this evaluation before its values are reduced."""
         loop = compat.validation_loop(self._trainer)
-        self._undo_evaluation = compat.before_epoch_values(loop, self.judge_evaluation)
+        self._undo_evaluation = compat.before_epoch_values(loop, self._judge_evaluation)
 
-    def judge_evaluation(self) -> None:
+    def _judge_evaluation(self) -> None:
         """Judge metrics and names of logged values once, before they are computed and reduced."""
         undo, self._undo_evaluation = self._undo_evaluation, None
         if undo is not None:
