@@ -27,12 +27,14 @@ from typing import Any
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, Severity, comma_list, number_text, quoted
 from lightning_ddp_losses.audit.rank_record import Entry
 from lightning_ddp_losses.audit.replay import load_batch, row_digests
-from lightning_ddp_losses.core.autograd_graph import fault_of_event
 from lightning_ddp_losses.core.fault_rules import (
     FAULT_OF_CUT,
     agree_at,
     fault_of_memory,
+    fault_of_same_rows,
     fault_of_scale,
+    fault_of_unreduced,
+    faults_of_optimizers,
     first_difference,
     scale_of,
     starts_at_own_rows,
@@ -44,14 +46,14 @@ Rule = Callable[[AuditContext], Iterable[Diagnosis]]
 
 
 def identical_batches(context: AuditContext) -> Iterator[Diagnosis]:
-    """F67, F71: every rank draws the same rows."""
+    """F67: every rank draws the same rows."""
     columns = list(zip(*(record.batches for record in context.runs.user_run.records), strict=False))
     if columns and all(len({batch.digest for batch in column}) == 1 for column in columns):
         loader = context.runs.user_run.records[0].module_info.foreign_loader
         case = "loader_in_audit" if loader else "audit"
         if not context.by_trainer:
             case = "loop"
-        yield context.diagnosis("F67", case, batches=len(columns), loader=loader)
+        yield context.diagnosis(fault_of_same_rows(is_iterable=False), case, batches=len(columns), loader=loader)
 
 
 def sampler_shuffled_apart(context: AuditContext) -> Iterator[Diagnosis]:
@@ -144,7 +146,7 @@ def unregistered_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F02: an optimizer holds parameters that the module has not registered."""
     rows = [row for row in context.desynchronized if row.owner == "unregistered"]
     if rows:
-        yield context.diagnosis("F02", about=rows)
+        yield context.diagnosis(fault_of_unreduced(is_registered=False), about=rows)
 
 
 def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
@@ -153,7 +155,7 @@ def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
     for row in context.desynchronized:
         for record in context.ranks.records:
             event = record.parameter_events.get(row.parameter, "")
-            fault = fault_of_event(event)
+            fault = fault_of_unreduced(event=event)
             if fault:
                 yield context.diagnosis(fault, about=[row], name=row.parameter, event=event)
                 return
@@ -162,8 +164,8 @@ def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
 def own_backward(context: AuditContext) -> Iterator[Diagnosis]:
     """F09, F10: a backward that DDP does not know of."""
     calls = context.record.foreign_backwards
-    if context.desynchronized and calls > 0:
-        fault = "F09" if context.info.automatic else "F10"
+    fault = fault_of_unreduced(has_backward=calls == 0, is_automatic=context.info.automatic)
+    if context.desynchronized and fault:
         yield context.diagnosis(fault, calls=calls, names=context.names(context.desynchronized))
 
 
@@ -192,7 +194,7 @@ def clipped_by_desynchronized_norm(context: AuditContext) -> Iterator[Diagnosis]
 
 def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: gradients that were equal after the reduction are clipped or changed by some ranks."""
-    if any(map(_differ, context.loss_scales)) or any(own_backward(context)):
+    if first_difference(context.loss_scales) is not None or any(own_backward(context)):
         return
     by_rank = context.fingerprints_by_rank
     apart = [*context.desynchronized, *context.desynchronized_updates]
@@ -227,17 +229,16 @@ def changed_outside_step(context: AuditContext) -> Iterator[Diagnosis]:
         yield context.diagnosis("SYNC", about=apart)
 
 
-def skipped_step(context: AuditContext) -> Iterator[Diagnosis]:
-    """F14, F15: loss scales, or steps that the scaler skipped, differ by rank."""
+def unlike_optimizers(context: AuditContext) -> Iterator[Diagnosis]:
+    """F14, F15, F17: loss scales or learning rates differ by rank, or a scaler skipped a step on some ranks."""
     for place, shown in _first_difference(context.loss_scales, "{:g}"):
-        # scales that start apart, or a step that was skipped
-        yield context.diagnosis("F14" if place else "F15", step=place + 1, shown=shown)
-
-
-def different_rates(context: AuditContext) -> Iterator[Diagnosis]:
-    """F17: each rank has its own learning rate."""
+        # scales that start apart, or a step that was skipped before this one
+        column = {"steps" if place else "scale": context.loss_scales[place]}
+        for fault in faults_of_optimizers(column).values():
+            yield context.diagnosis(fault, step=place + 1, shown=shown)
     for place, shown in _first_difference(context.learning_rates):
-        yield context.diagnosis("F17", step=place + 1, shown=shown)
+        for fault in faults_of_optimizers({"settings": context.learning_rates[place]}).values():
+            yield context.diagnosis(fault, step=place + 1, shown=shown)
 
 
 def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> Iterator[tuple[int, str]]:
@@ -247,12 +248,8 @@ def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> 
         yield place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(columns[place]))
 
 
-def _differ(column: Sequence[object]) -> bool:
-    return any(value != column[0] for value in column)
-
-
 def _scales_or_rates_differ(context: AuditContext) -> bool:
-    return any(map(_differ, (*context.loss_scales, *context.learning_rates)))
+    return first_difference([*context.loss_scales, *context.learning_rates]) is not None
 
 
 # ---------------------------------------------------------------------- state besides the parameters
@@ -587,8 +584,7 @@ UNCLEAR_RULES: tuple[Rule, ...] = (not_finite_anywhere, within_rounding)
 
 DESYNC_RULES: tuple[Rule, ...] = (
     parameter_order,
-    skipped_step,
-    different_rates,
+    unlike_optimizers,
     clipped_by_desynchronized_norm,
     changed_after_reduction,
     norm_converted_late,

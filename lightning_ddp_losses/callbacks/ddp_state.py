@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.callbacks.findings import Finding, differing_columns
 from lightning_ddp_losses.callbacks.replicas import TensorSlice, dense_gradients
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap, fault_of_event
-from lightning_ddp_losses.core.fault_rules import agree_at
+from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap
+from lightning_ddp_losses.core.fault_rules import agree_at, fault_of_unreduced, faults_of_optimizers
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, start_fingerprint
@@ -95,9 +95,11 @@ class DDPSnapshot:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
-    def reduces(self, name: str) -> bool:
-        """Return whether DDP reduces the gradient of this parameter. If not, a different reducer handles it, later."""
-        return self.ddp is not None and name in self._hooked
+    def reduced(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of the parameters whose gradients DDP reduces. A different reducer handles others, later."""
+        if self.ddp is None:
+            return {}
+        return {name: parameter for name, parameter in parameters.items() if name in self._hooked}
 
     def see_gradients(self, place: str, started: StartedGradients) -> None:
         """Remember gradients at a place. Of several optimizers or backwards in one batch each adds its own."""
@@ -112,19 +114,13 @@ class DDPSnapshot:
             backwards: Backward passes through Lightning in this step.
             forwards: Forward passes through DDP in this step.
         """
-        # not a parameter of the module
-        if name.startswith("optimizer "):
-            return "F02"
-        # not the parameter that DDP saw
-        fault = fault_of_event(event_after_wrap(self._known.get(name), parameter))
-        if fault:
-            return fault
-        # a step that did not go through Lightning's backward, or through DDP's forward
-        if not backwards and not self._runner.module.automatic_optimization:
-            return "F10"
-        if not backwards or (self.ddp is not None and not forwards):
-            return "F09"
-        return ""
+        return fault_of_unreduced(
+            is_registered=not name.startswith("optimizer "),
+            event=event_after_wrap(self._known.get(name), parameter),
+            has_backward=backwards > 0,
+            has_forward=self.ddp is None or forwards > 0,
+            is_automatic=self._runner.module.automatic_optimization,
+        )
 
 
 # ---------------------------------------------------------------------- the state of one rank
@@ -246,10 +242,10 @@ def explain_desync(found: Finding, states: Sequence[Mapping[str, Any]]) -> Findi
     if found.fault == "F04":  # at the start
         return _caused_by(found, "F04")
     # a step that some ranks skipped, or scaled differently
-    for key, fault in (("stepped", "F14"), ("scale", "F15")):
-        values = tuple(state[key] for state in states)
-        if len(set(values)) > 1:
-            return _caused_by(found, fault, values=tuple(f"{key} {value}" for value in values))
+    columns = {"steps": [state["stepped"] for state in states], "scale": [state["scale"] for state in states]}
+    for name, fault in faults_of_optimizers(columns).items():
+        word = "stepped" if name == "steps" else name
+        return _caused_by(found, fault, values=tuple(f"{word} {value}" for value in columns[name]))
     # a gradient that was not reduced
     differing = differing_gradients(states)
     if found.name in differing:

@@ -131,12 +131,11 @@ class GradientFlowCheck(RankCheck, default=True):
             return
         parameters = self.runner.replicated_parameters()
         self._slices.update(parameters)
-        # each of several optimizers steps its own parameters
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        if len(trainer.optimizers) > len(optimizers):
+        if len(trainer.optimizers) > len(optimizers):  # each steps its own parameters
+            stepped = _stepped_by(optimizers)
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
         if place == ddp_state.AFTER_BACKWARD:
-            parameters = {name: p for name, p in parameters.items() if self._snapshot.reduces(name)}
+            parameters = self._snapshot.reduced(parameters)
         looks_for_zeros = self.runner.steps in _ZERO_STEPS
         is_full = looks_for_zeros or step % self.full_every_n_steps == 0
         turn = self._slices.turn(step // self.every_n_steps, is_full=is_full)
@@ -144,7 +143,7 @@ class GradientFlowCheck(RankCheck, default=True):
         started: ddp_state.StartedGradients
         if place == ddp_state.OF_STEP:
             self._gradients.add(slices, parameters, largest=looks_for_zeros)
-            self._see_parts(stepped)
+            self._see_parts(optimizers)
             started = self._gradients.started
         else:
             started = ddp_state.start_gradients(slices, parameters)
@@ -152,11 +151,12 @@ class GradientFlowCheck(RankCheck, default=True):
         if replicas.is_replicated(trainer):
             self._snapshot.see_gradients(place, started)
 
-    def _see_parts(self, stepped: set[int]) -> None:
+    def _see_parts(self, optimizers: Sequence[Optimizer]) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
         names = replicas.divided_parameters(self.runner.trainer)
         if not names:
             return
+        stepped = _stepped_by(optimizers)
         parts: dict[str, Tensor] = {}
         for name, parameter in self.runner.module.named_parameters():
             if name in names and id(parameter) in stepped and parameter.grad is not None:
@@ -261,6 +261,11 @@ class GradientFlowCheck(RankCheck, default=True):
         return parameter.grad
 
 
+def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that optimizers step."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     """Name the parameters of a finding."""
     names = [*dict.fromkeys(name for state in states for name in state["names"])]
@@ -288,10 +293,7 @@ def _kind_of_absent(module: LightningModule, trainer: Trainer, names: Sequence[s
     of_copies = [path for path in copies if any(name.startswith(f"{path}.") for name in absent)]
     if of_copies and all(name.startswith(tuple(f"{path}." for path in of_copies)) for name in absent):
         return "copy", f"self.{of_copies[0]}"
-    stepped: set[int] = set()
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            stepped.update(map(id, group["params"]))
+    stepped = _stepped_by(trainer.optimizers)
     parameters = {name: parameter for name, parameter in module.named_parameters() if name in absent}
     if parameters and all(id(parameter) not in stepped for parameter in parameters.values()):
         first = next(iter(parameters))

@@ -31,6 +31,7 @@ from lightning_ddp_losses.callbacks import findings
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.hook_ends import name_of_log, needs_all_ranks
 from lightning_ddp_losses.callbacks.facts.loss_rules import (
     MEAN,
     MONITORED,
@@ -214,8 +215,11 @@ class LossCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ findings and figures
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return the logged names or values of this rank."""
-        return {"F46": self._values.keys, "F56": self._values.local_values}.get(finding.fault)
+        """Return the logged names of this rank with their lines, or its values."""
+        if finding.fault == "F46":
+            lines = self.runner.epoch_ends.lines
+            return {name: lines.get(name, "") for name in self._values.keys}
+        return self._values.local_values if finding.fault == "F56" else None
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the values that only some ranks log, or that differ between ranks."""
@@ -300,6 +304,7 @@ class LoggedValues:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
+        self._hash, self._logged = 0, (0, 0)  # of the keys, and the values whose keys they are
         self.local_values: dict[str, float] = {}
         self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
         # means of the last epoch that may be floored: sum and rows of each rank. The same on every rank
@@ -309,8 +314,12 @@ class LoggedValues:
 
     def hash_keys(self, results: Any) -> int:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-        self.keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
-        return hash_text("; ".join(self.keys))
+        logged = id(results), len(results)  # names are never taken out
+        if logged != self._logged:
+            self._logged = logged
+            self.keys = sorted(name_of_log(key, value) for key, value in results.items() if needs_all_ranks(value))
+            self._hash = hash_text("; ".join(self.keys))
+        return self._hash
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
@@ -403,11 +412,6 @@ def _values_of_one_rank(results: Any) -> dict[str, float]:
     return found
 
 
-def _is_reduced(value: Any) -> bool:
-    sync = value.meta.sync
-    return not value.is_tensor or (sync.should and not sync.rank_zero_only)
-
-
 def _is_global_mean(result: Any) -> bool:
     """Return whether a logged value is the mean of an epoch over all ranks, and was logged in this epoch."""
     if not result.is_tensor or result.has_reset:
@@ -436,13 +440,19 @@ def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
     return found
 
 
-def _name_keys(finding: Finding, names_by_rank: Sequence[list[str]]) -> Finding:
-    """Name the keys that only some ranks log."""
-    common = set.intersection(*map(set, names_by_rank))
-    further = [[name for name in names if name not in common] for names in names_by_rank]
-    only_some = sorted(set().union(*further))
-    values = tuple(", ".join(names) or "nothing more" for names in further)
-    return replace(finding, values=values, name=", ".join(only_some))
+def _name_keys(finding: Finding, lines_by_rank: Sequence[dict[str, str]]) -> Finding:
+    """Name the keys that only some ranks log, with the line of the first one of each rank."""
+    common = set.intersection(*map(set, lines_by_rank))
+    only_some: set[str] = set()
+    values = []
+    for lines in lines_by_rank:
+        further = [name for name in lines if name not in common]
+        only_some.update(further)
+        text = ", ".join(further) or "nothing more"
+        if further and lines[further[0]]:
+            text += f", logged at {lines[further[0]]}"
+        values.append(text)
+    return replace(finding, values=tuple(values), name=", ".join(sorted(only_some)))
 
 
 def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -> Finding:

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.facts.hook_ends import EpochValues, HookEnd
+from lightning_ddp_losses.callbacks.facts.hook_ends import EpochEnds
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
@@ -47,13 +46,6 @@ _ERROR_TIMEOUT = timedelta(seconds=2)
 _WAIT_SECONDS = 10.0  # for peers that end with an error too
 _THE_END = "the end"
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
-_LOGGED_IN = {
-    "on_train_epoch_end": CheckStage.TRAIN_LOGGED,
-    "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
-    "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
-}
-"""Hooks of the module whose logged values Lightning reduces when they return, and the stage before it does."""
-
 T = TypeVar("T")
 
 
@@ -67,6 +59,7 @@ class Batch:
         backwards: Backward passes through Lightning.
         has_synchronised: True if one of them reduced gradients.
         is_row_sent: True if the strategy's handshake has sent the row of this backward, before Lightning's hook.
+        is_first: True before the first batch of the fit.
         parameters: Parameters that must be equal on all ranks, once they have been looked up.
     """
 
@@ -75,6 +68,7 @@ class Batch:
     backwards: int = 0
     has_synchronised: bool = False
     is_row_sent: bool = False
+    is_first: bool = False
     parameters: dict[str, Tensor] | None = None
 
 
@@ -93,6 +87,7 @@ class CheckRunner(Callback):
         module: As given.
         checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
         steps: Batches of this fit that made an optimizer step.
+        epoch_ends: Runs the stages at the end of an epoch, and knows where values were logged.
         rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
         own_time: Time that checks take, including their gathers.
@@ -110,14 +105,14 @@ class CheckRunner(Callback):
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
         folder: Path | None = run_folder(trainer) if settings.file else None
         self.row_exchange = RowExchange(trainer, module, watch, Report(settings, folder), self._blind)
-        self.batch, self.rows_in_strategy_handshake = Batch(), False
+        self.batch, self.rows_in_strategy_handshake = Batch(is_first=True), False
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
         # checks by the observation that they override, and ids of our checks that failed on this rank
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
-        self._ran_dry = False
         self._handles: dict[object, Any] = {}
+        self.epoch_ends = EpochEnds(trainer, module, self.run_stage)
         for check in self.checks:
             check.join(self)
 
@@ -191,8 +186,7 @@ class CheckRunner(Callback):
                 self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
             except RankMismatchError as error:
                 raise ConfigurationError(str(error), collective=True) from None
-        for hook, stage in _LOGGED_IN.items():
-            self._handles[hook] = HookEnd(self.module, hook, partial(self.run_stage, stage))
+        self.epoch_ends.follow()
         self.run_stage(CheckStage.BEFORE_WRAP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -211,6 +205,7 @@ class CheckRunner(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the data of the epoch."""
+        self.epoch_ends.close(CheckStage.TRAIN_LOGGED)
         self.run_stage(CheckStage.EPOCH_START)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -218,8 +213,8 @@ class CheckRunner(Callback):
         self.batch.parameters = None
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
-        if not self._ran_dry:
-            self._ran_dry = True
+        if self.batch.is_first:
+            self.batch.is_first = False
             with self.own_time:
                 self._dry_run(batch, batch_idx)
 
@@ -307,16 +302,11 @@ class CheckRunner(Callback):
             shared.batch_end()
         self._observe("see_batch_end")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge metrics before they are computed."""
-        self.run_stage(CheckStage.TRAIN_EPOCH_END)
-        # values of the steps are reduced here, on all ranks: the progress bar would ask for them on rank 0 before the next stage
-        _ = trainer.callback_metrics
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the state at the start of a validation."""
+        self.epoch_ends.close(CheckStage.VALIDATION_LOGGED)
         self.run_stage(CheckStage.VALIDATION_START)
-        self._handles[EpochValues] = EpochValues(compat.validation_loop(trainer), self._judge_validation)
+        self.epoch_ends.start_evaluation()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
@@ -325,24 +315,12 @@ class CheckRunner(Callback):
         if not trainer.sanity_checking:
             self._observe("see_batch_end")
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge metrics after several loaders in turn."""
-        self._judge_validation()
-
-    def _judge_validation(self) -> None:
-        """Judge metrics and names of logged values once, before they are computed and reduced."""
-        handle = self._handles.pop(EpochValues, None)
-        if handle is not None:
-            handle.remove()
-            self.run_stage(CheckStage.VALIDATION_EPOCH_END)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""
         self.run_stage(CheckStage.VALIDATION_END)
 
     on_test_start = on_validation_start
     on_test_batch_end = on_validation_batch_end
-    on_test_epoch_end = on_validation_epoch_end
     on_test_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -408,6 +386,7 @@ class CheckRunner(Callback):
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self.epoch_ends.remove()
         if self.row_exchange.watch is not None:
             liveness.release(self.row_exchange.watch)
         self._observe("stop")

@@ -875,6 +875,73 @@ def before_epoch_values(loop: Any, function: Callable[[], object]) -> Callable[[
     return _patch(loop, "_store_dataloader_outputs", store_after_function)
 
 
+def before_training_epoch_end(trainer: Any, function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function when a training epoch has ended, before any hook of its end. Return a function that undoes it."""
+    connector = trainer._logger_connector
+    reach_end = connector.epoch_end_reached
+
+    def reach_end_and_call() -> None:
+        reach_end()
+        if trainer.training:  # validation inside a fit comes here too
+            function()
+
+    return _patch(connector, "epoch_end_reached", reach_end_and_call)
+
+
+def before_evaluation_epoch_end(trainer: Any, function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function when all loaders of an evaluation have ended, before any hook of its end. Return a function that undoes it."""
+    connector = trainer._logger_connector
+    end_epoch = connector._evaluation_epoch_end
+
+    def end_and_call() -> None:
+        end_epoch()
+        function()
+
+    return _patch(connector, "_evaluation_epoch_end", end_and_call)
+
+
+def before_reading_epoch(results: Any, function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function before epoch values of logged results are read, which reduces them. Return a function that undoes it."""
+    metrics = results.metrics
+
+    def metrics_after_function(on_step: bool) -> Any:
+        if not on_step:
+            function()
+        return metrics(on_step)
+
+    return _patch(results, "metrics", metrics_after_function)
+
+
+def after_new_log(results: Any, function: Callable[[str, Any], object]) -> Callable[[], object]:
+    """Call a function, with key and result, after a value was logged for the first time. Return a function that undoes it."""
+    log = results.log
+
+    def log_and_call(*args: Any, **options: Any) -> None:
+        known = len(results)
+        log(*args, **options)
+        if len(results) > known:
+            key = next(reversed(results))
+            function(key, results[key])
+
+    return _patch(results, "log", log_and_call)
+
+
+def unread_epoch_values(results: Any) -> list[Any]:
+    """Return the logged results that have an epoch value which was not computed since they were logged."""
+    return [result for _, result in results.valid_items() if result.meta.on_epoch and not is_reduced(result)]
+
+
+def reduce_epoch_value(results: Any, result: Any) -> None:
+    """Let Lightning compute and keep the epoch value of a logged result. A hook may still log more under its name.
+
+    Communication: reductions as of ``self.log``.
+    """
+    rows = result.cumulated_batch_size.clone() if hasattr(result, "cumulated_batch_size") else None
+    results._get_cache(result, False)
+    if rows is not None:  # Lightning reduces it in place
+        result.cumulated_batch_size = rows
+
+
 def inner_batch_sampler(loader: Any) -> Any:
     """Return the sampler of a loader's batches, None if it makes none. In prediction Lightning wraps it to note the indices."""
     batches = loader.batch_sampler

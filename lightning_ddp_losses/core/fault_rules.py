@@ -1,8 +1,7 @@
 """Rules that checks and the audit share: which fault explains what was measured on all ranks.
 
 They know numbers and names, and no trainer, module or process group. A check applies them to facts of a running fit, the audit to its
-records. The texts of a fault are in the table of faults (``faults.py``). The fault of a parameter that DDP does not reduce is in
-``autograd_graph.fault_of_event``.
+records. The texts of a fault are in the table of faults (``faults.py``).
 
 Legend: ``W`` ranks. A ratio is the norm of a gradient over the norm that one process has, or over the derivative of the loss.
 """
@@ -12,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
+
+from lightning_ddp_losses.core.autograd_graph import fault_of_event
 
 Scale: TypeAlias = Literal["right", "cut", "large", ""]
 """A known ratio: 1, 1/W (a gather cut the graph), or W (a factor where none is due). Empty for any other one."""
@@ -47,6 +48,55 @@ def fault_of_scale(
     if scale != "cut":
         return ""
     return "F27" if has_metrics else FAULT_OF_CUT[kind]
+
+
+def fault_of_unreduced(
+    *,
+    is_registered: bool = True,
+    event: str = "",
+    has_backward: bool = True,
+    has_forward: bool = True,
+    is_automatic: bool = True,
+) -> str:
+    """Return the fault that keeps DDP from reducing the gradient of a parameter. Empty for none.
+
+    Args:
+        is_registered: False if an optimizer holds it and the module does not.
+        event: What happened to it after the wrap.
+        has_backward: False if a step used a backward that DDP does not know of.
+        has_forward: False if a forward went past DDP.
+        is_automatic: False if the module steps by itself.
+    """
+    if not is_registered:
+        return "F02"
+    fault = fault_of_event(event)
+    if fault:
+        return fault
+    if not has_backward:
+        return "F09" if is_automatic else "F10"
+    return "" if has_forward else "F09"
+
+
+def faults_of_optimizers(columns: Mapping[str, Sequence[object]]) -> dict[str, str]:
+    """Return the faults of optimizers that do not do the same on all ranks, by the column that shows each.
+
+    Args:
+        columns: ``steps`` (numbers of steps, or a value that a skipped step changes), ``scale`` (of the gradients) and ``settings``, as far
+            as they are known, each with one value for each rank.
+    """
+    faults = {"steps": "F14", "scale": "F15", "settings": "F17"}
+    found = {}
+    for name, fault in faults.items():
+        column = columns.get(name, ())
+        if any(value != column[0] for value in column):
+            found[name] = fault
+    # after different numbers of steps, scales and settings differ too
+    return {"steps": "F14"} if "steps" in found else found
+
+
+def fault_of_same_rows(*, is_iterable: bool) -> str:
+    """Return the fault of ranks that draw the same rows: from an iterable data set that does not divide, or without a sampler."""
+    return "F71" if is_iterable else "F67"
 
 
 def fault_of_memory(unordered: Sequence[object]) -> str:

@@ -91,7 +91,7 @@ def test_other_names_are_named_on_every_rank(pool: RankPool, names: str, strateg
     for stage, hook in CASES:
         errors = pool.errors(2, run, hook, names, stage, strategy)
         name = "class_1" if names == "others" else "only"
-        assert_errors(errors, "LossCheck, F46", name, f"({hook})")
+        assert_errors(errors, "LossCheck, F46", name, f"({hook}), logged at test_logged_names.py:", "self.log(")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
@@ -194,14 +194,105 @@ class ReadsOnRankZero(Callback):
     on_validation_epoch_end = on_train_epoch_end
 
 
-def run_with_a_reader(hook: str, strategy: str) -> dict[str, float]:
-    trainer = make_trainer(strategy, callbacks=[DDPChecks(file=False, summary=False), ReadsOnRankZero()], max_epochs=2)
+def run_with_a_reader(hook: str, strategy: str, reader_is_first: bool) -> dict[str, float]:
+    callbacks: list[Callback] = [DDPChecks(file=False, summary=False), ReadsOnRankZero()]
+    if reader_is_first:
+        callbacks.reverse()
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=2)
     rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
     trainer.fit(Logs(hook, "equal"), rows, rows)
+    assert trainer.callbacks[: len(callbacks)] == callbacks  # type: ignore[attr-defined]
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.parametrize("reader_is_first", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("hook", ["training_step", "validation_step"])
-def test_a_reader_on_one_rank(pool: RankPool, hook: str, strategy: str) -> None:
-    assert all(values["class"] == 1.0 for values in pool.run(2, run_with_a_reader, hook, strategy))
+def test_a_reader_on_one_rank(pool: RankPool, hook: str, strategy: str, reader_is_first: bool) -> None:
+    """In whichever order the callbacks are listed, values of the steps are compared and reduced before any of them reads."""
+    assert all(values["class"] == 1.0 for values in pool.run(2, run_with_a_reader, hook, strategy, reader_is_first))
+
+
+class LogsThenReads(Callback):
+    """Logs the same names on all ranks at the end of an epoch. Rank 0 reads them there, or only the callbacks after this one do."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log("of callback", 1.0 + dist.get_rank(), sync_dist=True)
+        if self.reads and trainer.is_global_zero:
+            assert float(trainer.callback_metrics["of callback"]) == 1.5
+
+    on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
+
+
+class ModuleReads(Logs):
+    """Logs in each hook at the end of an epoch, and reads on rank 0 there."""
+
+    def __init__(self) -> None:
+        super().__init__("training_step", "equal")
+
+    def validation_step(self, batch: list[Tensor], index: int, dataloader_idx: int = 0) -> None:
+        self.log("of batches", batch[0].mean(), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("of module", 2.0 + dist.get_rank(), sync_dist=True)
+        if self.trainer.is_global_zero:
+            assert float(self.trainer.callback_metrics["of module"]) == 2.5
+
+    on_validation_epoch_end = on_test_epoch_end = on_train_epoch_end
+
+
+def run_with_logs_of_the_end(stage: str, strategy: str, reads: bool, loaders: int) -> dict[str, float]:
+    # two of one callback log under one name: the mean of both
+    callbacks = [ReadsOnRankZero(), LogsThenReads(reads), DDPChecks(file=False, summary=False), LogsThenReads(False)]
+    trainer = make_trainer(strategy, callbacks=[*callbacks, ReadsOnRankZero()], max_epochs=2)
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    module = ModuleReads()
+    if stage == "fit":
+        trainer.fit(module, rows, [rows] * loaders)
+    else:
+        getattr(trainer, stage)(module, [rows] * loaders, verbose=False)
+    # Lightning's objects have their methods back
+    for each in (module, trainer.fit_loop.epoch_loop._results, trainer._logger_connector, *callbacks):
+        assert {"on_train_epoch_end", "metrics", "epoch_end_reached"}.isdisjoint(vars(each))
+    return {
+        name: float(value) for name, value in trainer.callback_metrics.items() if name in ("of callback", "of module")
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_readers_of_what_the_end_of_an_epoch_logs(pool: RankPool, strategy: str, reads: bool) -> None:
+    for stage, loaders in (("fit", 1), ("fit", 2), ("validate", 1), ("validate", 2), ("test", 1)):
+        for values in pool.run(2, run_with_logs_of_the_end, stage, strategy, reads, loaders):
+            assert values == {"of callback": 1.5, "of module": 2.5}
+
+
+class LogsOnRankZero(Callback):
+    """Logs a value of all ranks on rank 0 alone, at the end of an epoch."""
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            module.log("of rank 0", 1.0, sync_dist=True)
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+def run_with_logs_on_rank_zero(stage: str, strategy: str) -> None:
+    callbacks = [LogsOnRankZero(), DDPChecks(file=False, summary=False), ReadsOnRankZero()]
+    trainer = make_trainer(strategy, callbacks=callbacks)
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    module = Logs("training_step", "equal")
+    if stage == "fit":
+        trainer.fit(module, rows, rows)
+    else:
+        trainer.validate(module, rows, verbose=False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_log_of_a_callback_on_one_rank_is_named(pool: RankPool, stage: str, strategy: str) -> None:
+    errors = pool.errors(2, run_with_logs_on_rank_zero, stage, strategy)
+    assert_errors(errors, "LossCheck, F46", "of rank 0", "logged at test_logged_names.py:", "rank 1: nothing more")

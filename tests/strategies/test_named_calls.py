@@ -139,13 +139,13 @@ ALONE: dict[str, tuple[type[Model], list[type[Callback]], list[str]]] = {
 # what the checks say of logged names, before the call that reduces them
 NAMES = {
     "log in validation": [
-        "rank 0: on_validation_epoch_end.val_score (on_validation_epoch_end)",
+        "rank 0: on_validation_epoch_end.val_score (on_validation_epoch_end), logged at test_named_calls.py:",
         "rank 1: nothing more",
         "rank_zero_only=True",
     ],
     "log of other names": [
-        "rank 0: validation_step.even (validation_step)",
-        "rank 1: validation_step.odd (validation_step)",
+        "rank 0: validation_step.even (validation_step), logged at test_named_calls.py:",
+        "rank 1: validation_step.odd (validation_step), logged at test_named_calls.py:",
     ],
 }
 

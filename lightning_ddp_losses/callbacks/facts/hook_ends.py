@@ -1,41 +1,182 @@
-"""`HookEnd` and `EpochValues`: places of the run right before Lightning reduces logged values.
+"""Places of the run right before Lightning reduces logged values.
 
-Lightning calls the hooks of callbacks before the module's hook, and reduces what the module logs in it as soon as the hook returns. The
-only place between both is the return of the hook. What an evaluation logs in its batches is reduced before any hook of its end.
+Lightning reduces the values of an epoch when they are read for the first time. Code may do so on rank 0 alone, as a progress bar does. The
+other ranks then join when Lightning reads them, and may not wait for rank 0 anywhere before. So all values are compared and reduced
+
+* at the end of the batches, before any hook,
+* when a hook of the end that has logged more returns (`HookEnd`), and on a rank that reads in the hook when it reads (`EpochEnd`).
+
+`EpochEnds` is what the runner of checks uses.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
 
+from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.user_line import users_line
+
+_LOGGED_IN = {
+    "on_train_epoch_end": CheckStage.TRAIN_LOGGED,
+    "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
+    "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
+}
+"""Hooks whose logged values Lightning reduces when all of them have returned, and the stage before it does."""
 
 
-class EpochValues:
-    """Calls a function before an evaluation reduces its epoch values, until ``remove``.
+def needs_all_ranks(result: Any) -> bool:
+    """Return whether a logged value is reduced over ranks: with ``sync_dist``, or a metric."""
+    sync = result.meta.sync
+    return not result.is_tensor or (sync.should and not sync.rank_zero_only)
+
+
+def name_of_log(key: str, result: Any) -> str:
+    """Return a logged value as messages name it: Lightning's key and the hook."""
+    return f"{key} ({result.meta.fx})"
+
+
+class EpochEnds:
+    """Runs the stages at the ends of the epochs of a fit or an evaluation, each where no rank can be in a reduction yet.
 
     Args:
-        loop: Loop of the evaluation.
-        function: Function to call.
+        trainer: Trainer of the run.
+        module: Its module.
+        run_stage: Function that judges the facts of a stage.
+
+    Attributes:
+        lines: The user's line of each name that this rank has logged.
     """
 
-    def __init__(self, loop: Any, function: Callable[[], None]) -> None:
-        self.remove = compat.before_epoch_values(loop, function)
+    def __init__(self, trainer: Trainer, module: LightningModule, run_stage: Callable[[CheckStage], None]) -> None:
+        self.lines: dict[str, str] = {}
+        self._trainer, self._module, self._run_stage = trainer, module, run_stage
+        self._ends: dict[CheckStage, EpochEnd] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._undo_evaluation: Callable[[], object] | None = None
+
+    def follow(self) -> None:
+        """Watch both loops, and the hooks of all callbacks and of the module."""
+        loops = {
+            CheckStage.TRAIN_LOGGED: self._trainer.fit_loop.epoch_loop,
+            CheckStage.VALIDATION_LOGGED: compat.validation_loop(self._trainer),
+        }
+        for stage, loop in loops.items():
+            end = EpochEnd(compat.logged_results(loop), partial(self._run_stage, stage), self.lines)
+            self._ends[stage] = end
+            self._undo.append(end.remove)
+        self._undo.append(compat.before_training_epoch_end(self._trainer, self._judge_training))
+        # after several loaders in turn. The values of one are reduced before
+        self._undo.append(compat.before_evaluation_epoch_end(self._trainer, self._judge_evaluation))
+        for hook, stage in _LOGGED_IN.items():
+            end = self._ends[stage]
+            for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
+                if getattr(type(callback), hook) is not getattr(Callback, hook):
+                    self._undo.append(HookEnd(callback, hook, end.hook_end).remove)
+            self._undo.append(HookEnd(self._module, hook, end.module_hook_end).remove)
+
+    def remove(self) -> None:
+        """Give all objects their methods back."""
+        while self._undo:
+            self._undo.pop()()
+        if self._undo_evaluation is not None:
+            self._undo_evaluation()
+
+    def close(self, stage: CheckStage) -> None:
+        """Another epoch begins: its values are read in steps."""
+        self._ends[stage].close()
+
+    def _judge_training(self) -> None:
+        """Judge metrics and names of logged values before any hook of the end of the epoch may read them."""
+        self._run_stage(CheckStage.TRAIN_EPOCH_END)
+        self._ends[CheckStage.TRAIN_LOGGED].begin()
+
+    def start_evaluation(self) -> None:
+        """Judge this evaluation before its values are reduced."""
+        loop = compat.validation_loop(self._trainer)
+        self._undo_evaluation = compat.before_epoch_values(loop, self._judge_evaluation)
+
+    def _judge_evaluation(self) -> None:
+        """Judge metrics and names of logged values once, before they are computed and reduced."""
+        undo, self._undo_evaluation = self._undo_evaluation, None
+        if undo is not None:
+            undo()
+            self._run_stage(CheckStage.VALIDATION_EPOCH_END)
+            if not self._trainer.sanity_checking:
+                self._ends[CheckStage.VALIDATION_LOGGED].begin()
+
+
+class EpochEnd:
+    """Compares what the hooks at the end of an epoch log, and reduces it, on all ranks at once.
+
+    Args:
+        results: Logged values of a loop.
+        judge: Function that compares them on all ranks.
+        lines: Gets the user's line of each name that is logged.
+    """
+
+    def __init__(self, results: Any, judge: Callable[[], None], lines: dict[str, str]) -> None:
+        self._results, self._judge, self._lines = results, judge, lines
+        self._is_open = self._was_judged = False
+        undo_reading = compat.before_reading_epoch(results, self.hook_end)
+        undo_log = compat.after_new_log(results, self._note_line)
+        self._undo = [undo_reading, undo_log]
+
+    def remove(self) -> None:
+        """Give the logged values their methods back."""
+        for undo in self._undo:
+            undo()
+
+    def _note_line(self, key: str, result: Any) -> None:
+        self._lines[name_of_log(key, result)] = users_line(inspect.currentframe())
+
+    def begin(self) -> None:
+        """Reduce the values of the batches, which have been compared. The hooks of the end follow."""
+        self._is_open, self._was_judged = True, False
+        self._reduce()
+
+    def close(self) -> None:
+        """Another epoch begins."""
+        self._is_open = False
+
+    def hook_end(self) -> None:
+        """Compare and reduce values that were logged since the last call, if there are any."""
+        if self._is_open and self._unreduced():
+            self._was_judged = True
+            self._judge()
+            self._reduce()
+
+    def module_hook_end(self) -> None:
+        """Do the same in the last hook. What ranks log alone is compared there too."""
+        if not self._was_judged:
+            self._was_judged = True
+            self._judge()
+        self.hook_end()
+
+    def _unreduced(self) -> list[Any]:
+        return [result for result in compat.unread_epoch_values(self._results) if needs_all_ranks(result)]
+
+    def _reduce(self) -> None:
+        for result in self._unreduced():
+            compat.reduce_epoch_value(self._results, result)
 
 
 class HookEnd:
-    """Calls a function whenever a hook of a module has returned, until ``remove``.
+    """Calls a function whenever a hook of a module or a callback has returned, until ``remove``.
 
     Args:
-        module: Module of a fit. Its hook is replaced in the object, so that its class, its copies and its pickles keep theirs.
+        module: Object with the hook. It is replaced in the object, so that its class, its copies and its pickles keep theirs.
         name: Name of the hook.
         at_end: Function to call.
     """
 
-    def __init__(self, module: LightningModule, name: str, at_end: Callable[[], None]) -> None:
+    def __init__(self, module: Any, name: str, at_end: Callable[[], None]) -> None:
         self._attributes, self._name = vars(module), name
         self._given = self._attributes.get(name)  # None if the hook is that of the class
         self._attributes[name] = _HookWithEnd(getattr(module, name), at_end)

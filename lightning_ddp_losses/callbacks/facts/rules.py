@@ -15,6 +15,7 @@ import torch
 
 from lightning_ddp_losses.callbacks.facts.fact import Columns
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
+from lightning_ddp_losses.core.fault_rules import fault_of_same_rows, faults_of_optimizers
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
 
 # ---------------------------------------------------------------------- parameters and gradients
@@ -104,13 +105,15 @@ def compare_optimizers(columns: Columns) -> list[Finding]:
     found: list[Finding] = []
     if all(columns["stood_still"]):
         found.append(Finding.of("STEP", name="step"))
-    # after different numbers of steps, scales and settings differ too
     stepped = columns["stepped"]
-    if len(set(stepped)) > 1:
+    faults = faults_of_optimizers({"steps": stepped, "scale": columns["scale"], "settings": columns["settings"]})
+    if "steps" in faults:
         texts = [f"{number} optimizer steps" for number in stepped]
-        return found + differing(stepped, "F14", "desync", name="step", values=texts)
-    found += differing(columns["scale"], "F15", "desync", name="scale", values=columns["scale"])
-    found += differing(columns["settings"], "F17", "desync", name="settings")
+        return found + differing(stepped, faults["steps"], "desync", name="step", values=texts)
+    if "scale" in faults:
+        found += differing(columns["scale"], faults["scale"], "desync", name="scale", values=columns["scale"])
+    if "settings" in faults:
+        found += differing(columns["settings"], faults["settings"], "desync", name="settings")
     return found + differing(columns["state"], "F17", "state", name="state")
 
 
@@ -224,7 +227,7 @@ def compare_batches(columns: Columns) -> list[Finding]:
     # batches and orders. The class of a foreign loader is added later
     same = ranks_with(columns["is_same"])
     if same:
-        fault = "F71" if any(columns["is_iterable"]) else "F67"
+        fault = fault_of_same_rows(is_iterable=any(columns["is_iterable"]))
         whose = "all ranks" if len(same) == len(ranks) else "some ranks"
         finding = Finding.of(fault, ranks=same, name="batches", whose=whose, loader="")
         step = max(columns["read_step"])
