@@ -41,7 +41,7 @@ from lightning_ddp_losses.metrics.retrieval_rows import (
 TITLE = "EmbeddingRetrieval"
 """Name of the metric in messages."""
 
-_QUERIES, _QUERIES_ON_DEVICE = 512, 4096  # of a rank that go round at a time
+_QUERIES, _QUERIES_ON_DEVICE = 256, 4096  # of a rank that go round at a time
 _NEIGHBOURS = 1 << 18  # of these queries
 
 
