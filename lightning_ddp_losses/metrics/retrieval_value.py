@@ -42,7 +42,7 @@ TITLE = "EmbeddingRetrieval"
 """Name of the metric in messages."""
 
 _QUERIES, _QUERIES_ON_DEVICE = 256, 4096  # of a rank that go round at a time
-_NEIGHBOURS = 1 << 18  # of these queries
+_NEIGHBOURS = 1 << 16  # of these queries
 
 
 class RetrievalCounts(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
@@ -229,6 +231,19 @@ def test_one_process(pool: RankPool, encoder_path: str, name: str) -> None:
         truth = alone(encoder_path, name, sum(rows))
         for found in pool.run(len(rows), on_ranks, encoder_path, name, rows):
             assert_close(*map(without_rounding, (found, truth)))
+
+
+def times_of_random_state(path: str) -> int:
+    """How often the ranks exchange the state of Python's generator in one step of layers and dimensions."""
+    with mock.patch.object(handshake, "all_gather_json", wraps=handshake.all_gather_json) as exchange:
+        on_ranks(path, "layers and dimensions", (4, 4))
+    titles = [call.args[0] for call in exchange.call_args_list]
+    return sum(title.endswith("random state") for title in titles)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_losses_that_draw_inside_each_other_exchange_one_state(pool: RankPool, encoder_path: str) -> None:
+    assert pool.run(2, times_of_random_state, encoder_path) == [1, 1]
 
 
 # ---------------------------------------------------------------------- the same loss in other ways
