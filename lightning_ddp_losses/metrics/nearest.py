@@ -4,9 +4,9 @@ Each rank keeps its part of the gallery. A block of queries goes round the ranks
 by distance, then number: the same rows in the same order as one process finds them. Alive are one tile of scores and, for each query of
 the block, as many rows as it asks for.
 
-In a tile, groups of ``_GROUP`` neighbouring columns are reduced to their largest score first, in one pass over the tile. The k-th largest of
-these is a lower bound of the k best scores, so only the few scores that reach it are read again and sorted. Rows with many equal scores at
-the bound are searched in slower passes.
+In a tile, groups of ``_GROUP`` neighbouring columns are reduced to their largest score first, in one pass over the tile. The k-th largest
+of these is a lower bound of the k best scores, so only the few scores that reach it are read again and sorted. Rows with many equal scores
+at the bound are searched in slower passes.
 
 Products of equal rows must be equal for this order, wherever the rows are in a tile. They are for float32 on a CPU if tiles have 16 rows
 and columns or multiples of that (torch 2.13 with MKL, measured), so tiles are filled up with zeros. Products of float64 may differ by the
