@@ -4,9 +4,9 @@ Each rank keeps its part of the gallery. A block of queries goes round the ranks
 by distance, then number: the same rows in the same order as one process finds them. Alive are one tile of scores and, for each query of
 the block, as many rows as it asks for.
 
-In a tile, groups of ``_GROUP`` neighbouring columns are reduced to their largest score first. The k best columns are in the k best groups,
-so that a search among those is enough: one pass over the tile. Equal scores at the border of the k best are found exactly, in a slower
-pass over their row of the tile.
+In a tile, groups of ``_GROUP`` neighbouring columns are reduced to their largest score first, in one pass over the tile. The k-th largest
+of these is a lower bound of the k best scores, so only the few scores that reach it are read again and sorted. Rows with many equal scores
+at the bound are searched in slower passes.
 
 Products of equal rows must be equal for this order, wherever the rows are in a tile. They are for float32 on a CPU if tiles have 16 rows
 and columns or multiples of that (torch 2.13 with MKL, measured), so tiles are filled up with zeros. Products of float64 may differ by the
@@ -32,7 +32,7 @@ from lightning_ddp_losses.metrics.retrieval_rows import ABSENT, places_in
 
 _GROUP = 32  # columns
 _ROW_STEP, _COLUMN_STEP = 16, 64  # tiles have multiples of these
-_HOST_BYTES, _DEVICE_BYTES = 16 << 20, 256 << 20  # of a tile
+_HOST_BYTES, _DEVICE_BYTES = 32 << 20, 256 << 20  # of a tile
 _PAIR_BYTES = 32 << 20  # of differences of rows that a distance makes at a time
 _EXACT_BYTES = 8 << 20  # of counters in the pass over rows with equal scores
 _NAMES = ("CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance")
@@ -121,9 +121,10 @@ class Nearest(NamedTuple):
         floating = torch.float32 if packed.dtype == torch.int32 else torch.float64
         return cls(scores.contiguous().view(floating), numbers.long())
 
-    def merged(self, other: Nearest) -> Nearest:
-        """Return as many nearest rows, out of these and others."""
-        k = self.scores.shape[1]
+    def merged(self, other: Nearest, k: int) -> Nearest:
+        """Return the k nearest rows, or fewer, out of these and others."""
+        if not self.scores.shape[1]:
+            return other
         numbers, order = torch.cat([self.numbers, other.numbers], 1).sort(1)
         scores = torch.cat([self.scores, other.scores], 1).gather(1, order)
         scores, order = scores.sort(dim=1, descending=True, stable=True)
@@ -132,7 +133,8 @@ class Nearest(NamedTuple):
 
 def merge_packed(first: Tensor, second: Tensor) -> Tensor:
     """Merge two results of ``Nearest.packed``."""
-    return Nearest.unpacked(first).merged(Nearest.unpacked(second)).packed()
+    nearest = Nearest.unpacked(first)
+    return nearest.merged(Nearest.unpacked(second), nearest.scores.shape[1]).packed()
 
 
 class Queries(NamedTuple):
@@ -172,26 +174,24 @@ class GalleryPart:
     def nearest(self, queries: Queries, k: int) -> Nearest:
         """Return the k nearest rows of each query."""
         n = len(queries.rows)
-        absent = self._numbers.new_full((n, k), ABSENT)
-        found = Nearest(self._rows.new_full((n, k), -torch.inf), absent)
+        found = self._none(n, 0)
         for columns, scores in self._tiles(queries):
             best, places = best_columns(scores, min(k, scores.shape[1]))
             numbers = self._numbers[places + columns.start]
             numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
-            found = found.merged(Nearest(best, numbers))
-        return found
+            found = found.merged(Nearest(best, numbers), k)
+        missing = k - found.scores.shape[1]
+        return self._none(n, missing).merged(found, k) if missing else found
 
     def nearest_relevant(self, queries: Queries) -> Nearest:
         """Return the nearest row of each query's label."""
-        n = len(queries.rows)
-        absent = self._numbers.new_full((n, 1), ABSENT)
-        found = Nearest(self._rows.new_full((n, 1), -torch.inf), absent)
+        found = self._none(len(queries.rows), 1)
         for columns, scores in self._tiles(queries):
             scores.masked_fill_(self._labels[columns] != queries.labels.unsqueeze(1), -torch.inf)
             best, places = scores.max(1, keepdim=True)  # of equal ones the first
             numbers = self._numbers[places + columns.start]
             numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
-            found = found.merged(Nearest(best, numbers))
+            found = found.merged(Nearest(best, numbers), 1)
         return found
 
     def count_nearer(self, queries: Queries, than: Nearest) -> Tensor:
@@ -204,6 +204,10 @@ class GalleryPart:
             found += is_nearer.sum(1, keepdim=True)
         return found
 
+    def _none(self, n: int, k: int) -> Nearest:
+        """Return places (n, k) without rows."""
+        return Nearest(self._rows.new_full((n, k), -torch.inf), self._numbers.new_full((n, k), ABSENT))
+
     def _tiles(self, queries: Queries) -> Iterator[tuple[slice, Tensor]]:
         """Yield the scores (n, T) of one part of the gallery after the other, -inf for a query itself. A tile is valid until the next."""
         n = len(queries.rows)
@@ -213,7 +217,10 @@ class GalleryPart:
         own = places_in(self._numbers, queries.own)
         budget = _HOST_BYTES if rows.device.type == "cpu" else _DEVICE_BYTES
         step = budget // (len(rows) * rows.element_size()) // _COLUMN_STEP * _COLUMN_STEP
-        step = min(max(step, _COLUMN_STEP), len(self._rows))
+        step = max(step, _COLUMN_STEP)
+        # tiles of equal widths
+        tiles = -(-len(self._rows) // step)
+        step = -(-len(self._rows) // (tiles * _COLUMN_STEP)) * _COLUMN_STEP
         if self._buffer.numel() < len(rows) * step:
             self._buffer = rows.new_empty(len(rows) * step)
         for start in range(0, len(self._rows), step):
@@ -245,37 +252,55 @@ def _filled_up(rows: Tensor, step: int) -> Tensor:
 def best_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest scores (n, k) of each row of (n, T), and their columns. Of equal scores the first columns are taken.
 
-    NaN counts as the largest.
+    NaN counts as the largest. Rows with fewer than k scores above minus infinity are filled up with it, and with any columns.
     """
     n, width = scores.shape
-    candidates, columns, outside = scores, None, None
-    groups = width // _GROUP
-    if width % _GROUP == 0 and groups >= 2 * (k + 1):
-        # 1. the groups of columns with the largest scores, and the largest score outside of them
-        of_groups = scores.view(n, groups, _GROUP).amax(2).topk(k + 1, 1)
-        outside = of_groups.values[:, k]
-        chosen = of_groups.indices[:, :k].sort(1).values
-        columns = chosen.unsqueeze(2) * _GROUP + torch.arange(_GROUP, device=scores.device)
-        columns = columns.view(n, k * _GROUP)
-        candidates = scores.gather(1, columns)
-    # 2. the largest scores in them, and the next
-    more = min(k + 1, candidates.shape[1])
-    top = candidates.topk(more, 1)
-    last = top.values[:, k - 1]
-    places = top.indices[:, :k].sort(1).values
-    # 3. rows in which more columns are equal to the last one
-    is_tied = top.values[:, more - 1] == last if more > k else torch.zeros_like(last, dtype=torch.bool)
-    if outside is not None:
-        is_tied = is_tied | (outside == last)
-    is_tied = is_tied & (last > -torch.inf)
-    if columns is not None:
-        places = columns.gather(1, places)
-    tied = is_tied.nonzero().squeeze(1)
-    for rows in torch.split(tied, max(1, _EXACT_BYTES // (8 * width))):
-        places[rows] = _first_of_equal(scores[rows], last[rows].unsqueeze(1), k)
-    # 4. in order: columns ascend, and sorting keeps the order of equal scores
-    best, order = scores.gather(1, places).sort(dim=1, descending=True, stable=True)
-    return best, places.gather(1, order)
+    # 1. the best score of each group of columns. k groups reach the k-th of them, so none of the k best scores is lower
+    size = _GROUP if width % _GROUP == 0 and width // _GROUP >= 2 * k else 1
+    groups = scores if size == 1 else scores.view(n, width // size, size).amax(2)
+    lowest = groups.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
+    lowest = lowest.clamp(min=torch.finfo(scores.dtype).min)  # columns of minus infinity are no candidates
+    # 2. the groups with such scores. Rows in which far more than k are equal are left for the end
+    is_chosen = ~(groups < lowest)
+    chosen_counts = is_chosen.sum(1, keepdim=True)
+    is_crowded = chosen_counts > 2 * k
+    is_chosen &= ~is_crowded
+    rows, chosen = is_chosen.nonzero().unbind(1)
+    # 3. their scores, in the order of the columns
+    candidates = scores.reshape(-1, size).index_select(0, rows * (width // size) + chosen)
+    is_candidate = ~(candidates < lowest[rows])
+    pairs, lanes = is_candidate.nonzero().unbind(1)
+    rows, columns = rows[pairs], chosen[pairs] * size + lanes
+    best, places = _sorted_rows(candidates[pairs, lanes], rows, columns, n, k)
+    # 4. rows with many equal scores
+    crowded = is_crowded.squeeze(1).nonzero().squeeze(1)
+    for some in torch.split(crowded, max(1, _EXACT_BYTES // (8 * width))):
+        best[some], places[some] = _best_of_crowded(scores[some], k)
+    return best, places
+
+
+def _sorted_rows(scores: Tensor, rows: Tensor, columns: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest of some scores of each row, and their columns. They are given by rows, and by columns in a row."""
+    counts = torch.bincount(rows, minlength=n)
+    starts = counts.cumsum(0) - counts
+    places = torch.arange(len(rows), device=rows.device) - starts[rows]
+    width = max(int(counts.max()), k)
+    padded = scores.new_full((n, width), -torch.inf)
+    padded[rows, places] = scores
+    padded_columns = columns.new_zeros(n, width)
+    padded_columns[rows, places] = columns
+    # sorting keeps the order of equal scores
+    best, order = padded.sort(dim=1, descending=True, stable=True)
+    return best[:, :k], padded_columns.gather(1, order[:, :k])
+
+
+def _best_of_crowded(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what ``best_columns`` returns, for any scores, in passes over all of them."""
+    finite = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    last = finite.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
+    columns = _first_of_equal(finite, last, k)
+    best, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    return best, columns.gather(1, order)
 
 
 def _first_of_equal(scores: Tensor, last: Tensor, k: int) -> Tensor:

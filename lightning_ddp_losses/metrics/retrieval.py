@@ -145,7 +145,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
         From ``compute``: a dict of float64 tensors, 0-dim, equal on every rank. From ``forward``: that of the batch, of this rank, or with
         ``dist_sync_on_step=True`` of all ranks.
 
-    Memory: this rank's rows, twice, 24 bytes for each row of all ranks, a tile of 16 MiB (256 MiB on an accelerator), and the k or R
+    Memory: this rank's rows, twice, 24 bytes for each row of all ranks, a tile of 32 MiB (256 MiB on an accelerator), and the k or R
         nearest rows of a block of queries.
 
     Communication: ``update`` none. ``compute`` a handshake, a gather of 24 bytes a row, and for each block of queries W - 1 messages of the

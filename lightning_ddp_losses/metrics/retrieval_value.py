@@ -41,8 +41,8 @@ from lightning_ddp_losses.metrics.retrieval_rows import (
 TITLE = "EmbeddingRetrieval"
 """Name of the metric in messages."""
 
-_QUERIES, _QUERIES_ON_DEVICE = 512, 4096  # of a rank that go round at a time
-_NEIGHBOURS = 1 << 18  # of these queries
+_QUERIES, _QUERIES_ON_DEVICE = 256, 4096  # of a rank that go round at a time
+_NEIGHBOURS, _NEIGHBOURS_ON_DEVICE = 1 << 16, 1 << 18  # of these queries
 
 
 class RetrievalCounts(NamedTuple):
@@ -146,7 +146,7 @@ class _Search:
         numbers = numbers.to(device)
         self._gallery_labels = plan.gallery_labels.to(device)
         self._gallery = GalleryPart(scores, gallery, numbers, self._gallery_labels[numbers])
-        self._most_queries = _QUERIES if device.type == "cpu" else _QUERIES_ON_DEVICE
+        self._most = (_QUERIES, _NEIGHBOURS) if device.type == "cpu" else (_QUERIES_ON_DEVICE, _NEIGHBOURS_ON_DEVICE)
 
     def sums(self) -> Tensor:
         """Return the sum of each metric over the queries of all ranks, and last how many scores were NaN."""
@@ -155,7 +155,7 @@ class _Search:
         depths = self._depths(counted)
         totals = torch.zeros(len(self._measures) + 1, dtype=torch.float64)
         unplaced = []
-        for round_ in plan.rounds(counted, depths, self._most_queries, _NEIGHBOURS):
+        for round_ in plan.rounds(counted, depths, *self._most):
             own = round_.blocks[self._ranks.rank]
             nearest = self._nearest(round_.blocks, round_.depth)
             neighbours = self._neighbours(own, nearest)
@@ -219,7 +219,7 @@ class _Search:
         total = 0.0
         everyone = ranks.gathered(unplaced, counts)
         depths = torch.ones(len(everyone), dtype=torch.int64)
-        for blocks, _ in plan.rounds(everyone, depths, self._most_queries, _NEIGHBOURS):
+        for blocks, _ in plan.rounds(everyone, depths, *self._most):
             sizes = list(map(len, blocks))
             own = self._rows_of(blocks[ranks.rank])
 

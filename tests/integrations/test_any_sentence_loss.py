@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.counting import CountCollectives
 from tests.integrations.encoders import DIM, columns, sentence_model
 from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
 from tests.integrations.test_sentence_transformers import put_in
@@ -141,6 +144,7 @@ def cases() -> dict[str, Case]:
         "contrastive, sum": Case(dense("ContrastiveLoss", size_average=False), labels=binary),
         "online contrastive": Case(dense("OnlineContrastiveLoss"), labels=binary),
         "cosine": Case(dense("CosineSimilarityLoss"), labels=scores),
+        "cosine, learned": Case(learned_cosine, labels=scores),
         "triplet": Case(dense("TripletLoss"), columns=3),
         "orthogonal": Case(dense("GlobalOrthogonalRegularizationLoss")),
         "margin MSE": Case(dense("MarginMSELoss"), 4, lambda rows: scores(rows, 3)),
@@ -166,6 +170,13 @@ def cases() -> dict[str, Case]:
         "CSR": Case(around("CSRLoss", ranking), model=SparseOutputs),
         "of mine": Case(OfMine),
     }
+
+
+def learned_cosine(model: Any) -> nn.Module:
+    """A loss with a parameter of its own, which DDP does not reduce."""
+    loss: Any = dense("CosineSimilarityLoss")(model)
+    loss.projection = loss.cos_score_transformation = nn.PReLU(init=-0.5, dtype=torch.float64)
+    return loss  # type: ignore[no-any-return]
 
 
 def projected(loss: Any) -> nn.Module:
@@ -229,6 +240,40 @@ def test_one_process(pool: RankPool, encoder_path: str, name: str) -> None:
         truth = alone(encoder_path, name, sum(rows))
         for found in pool.run(len(rows), on_ranks, encoder_path, name, rows):
             assert_close(*map(without_rounding, (found, truth)))
+
+
+def times_of_random_state(path: str) -> int:
+    """How often the ranks exchange the state of Python's generator in one step of layers and dimensions."""
+    with mock.patch.object(handshake, "all_gather_json", wraps=handshake.all_gather_json) as exchange:
+        on_ranks(path, "layers and dimensions", (4, 4))
+    titles = [call.args[0] for call in exchange.call_args_list]
+    return sum(title.endswith("random state") for title in titles)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_losses_that_draw_inside_each_other_exchange_one_state(pool: RankPool, encoder_path: str) -> None:
+    assert pool.run(2, times_of_random_state, encoder_path) == [1, 1]
+
+
+def exchanged(path: str, name: str) -> tuple[int, int]:
+    """Collectives and bytes of a step of 64 rows x 384 on each rank."""
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    case, _, loss = build(path, name)
+    method: Any = over_all_ranks(loss).compute_loss_from_embeddings
+    rows = [torch.randn(64, 384, requires_grad=True) for _ in range(case.columns)]
+    method(rows, case.labels(64)).backward()  # the ranks compare the options
+    with CountCollectives() as collectives:
+        method(rows, case.labels(64)).backward()
+    return len(collectives.names), collectives.num_bytes
+
+
+@pytest.mark.parametrize("name", ["contrastive", "cosine", "triplet"])
+def test_rows_of_means_stay_on_their_rank(pool: RankPool, encoder_path: str, name: str) -> None:
+    """Gathered rows would take 400,000 bytes."""
+    for calls, sent in pool.run(2, exchanged, encoder_path, name):
+        assert calls == 2
+        assert sent <= 8192
 
 
 # ---------------------------------------------------------------------- the same loss in other ways
@@ -357,25 +402,26 @@ def test_ranks_with_other_data_sets(pool: RankPool, encoder_path: str, tmp_path:
 # ---------------------------------------------------------------------- bad input
 
 
-def misused(path: str, how: str) -> None:
+def misused(path: str, name: str, how: str) -> None:
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 
     rank = dist.get_rank()
-    _, _, loss = build(path, "CoSENT")
+    _, _, loss = build(path, name)
     over_all_ranks(loss, name=f"pairs{rank}" if how == "data set" else None)
-    features, labels = columns(4, 2), scores(4)
+    features, labels = columns(4, 2), cases()[name].labels(4)
     if how == "options":
-        loss.scale = 20.0 + rank
+        option = "scale" if name == "CoSENT" else "margin"
+        setattr(loss, option, 0.5 + rank)
     elif how == "columns":
         features = columns(4, 2 + rank)
     elif how == "labels":
-        labels = scores(4 + (-1) ** rank)  # as many over all ranks
+        labels = cases()[name].labels(4 + (-1) ** rank)  # as many over all ranks
     elif how == "no labels" and rank:
         labels = None
     elif how == "an error on a rank" and rank:
         del features[0]["input_ids"]
     elif how == "order":
-        other = over_all_ranks(copy.deepcopy(build(path, "CoSENT")[2]))
+        other = over_all_ranks(copy.deepcopy(build(path, name)[2]))
         for one in (loss, other) if rank else (other, loss):
             one(features, labels)
     elif how == "coefficients":
@@ -384,10 +430,10 @@ def misused(path: str, how: str) -> None:
 
 
 MISUSES = {
-    "options": ("RankMismatchError", "scale"),
-    "columns": ("RankMismatchError", "embeddings[2]"),
+    "options": ("RankMismatchError", ("scale", "margin")),
+    "columns": ("RankMismatchError", ("embeddings[2]", "arguments")),
     "labels": ("InputError", "as many in each"),
-    "no labels": ("RankMismatchError", "labels"),
+    "no labels": ("RankMismatchError", ("labels", "[1]=None")),
     "an error on a rank": ("", "input_ids"),
     "order": ("RankMismatchError", "which of several"),
     "coefficients": ("RankMismatchError", "coefficient of the last backward"),
@@ -396,13 +442,15 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("how", MISUSES)
-def test_misuse(pool: RankPool, encoder_path: str, how: str) -> None:
-    kind, words = MISUSES[how]
-    errors = pool.errors(2, misused, encoder_path, how)
+@pytest.mark.parametrize("name", ["CoSENT", "contrastive"])
+def test_misuse(pool: RankPool, encoder_path: str, name: str, how: str) -> None:
+    kind, told = MISUSES[how]
+    words = [told] if isinstance(told, str) else told
+    errors = pool.errors(2, misused, encoder_path, name, how)
     assert len(errors) == 2
     for error in errors:
         assert kind in error.type, error
-        assert words in error.message, error
+        assert any(text in error.message for text in words), error
 
 
 class Bypassing(OfMine):

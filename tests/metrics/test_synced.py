@@ -31,6 +31,7 @@ from torchmetrics.wrappers import (
 )
 
 from lightning_ddp_losses import ConfigurationError, differentiable, synced
+from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.core.inputs import map_tensors
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.metrics import exchange
@@ -573,3 +574,40 @@ def test_query_numbers_that_ranks_share_are_said_once() -> None:
     assert "first_query_of_this_rank" in text
     (text,) = warned_of_queries(2)
     assert "2 rows of this rank's queries" in text
+
+
+def candidates() -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, whether relevant, and the query of 4 candidates (8, 4) of each of 8 queries, as 2 ranks have them, 4 queries each."""
+    scores = torch.rand(8, 4, generator=seeded(1414))
+    return scores, torch.eye(4, dtype=torch.bool).repeat(2, 1), torch.arange(8).unsqueeze(1).expand(8, 4)
+
+
+def value_of(metric: Any, rows: slice, *, shift: float = 0.0, from_zero: bool = False) -> tuple[float, bool]:
+    """Value of a metric over both ranks, and whether it warned."""
+    scores, relevant, queries = (column[rows].flatten() for column in candidates())
+    metric = synced(metric)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        metric.update(scores + shift, relevant, indexes=queries % 4 if from_zero else queries)
+        value = float(metric.compute())
+    return value, any("on other ranks" in str(warning.message) for warning in caught)
+
+
+@each_rank(2)
+def test_the_traps_of_retrieval_are_those_of_the_page() -> None:
+    """The figures of `ddp-losses explain retrieval`, beside those of one process."""
+    own, whole = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4), slice(None)
+    recall, mrr = partial(retrieval.RetrievalRecall, top_k=1), retrieval.RetrievalMRR
+    page = " ".join((find_page(["retrieval"]) or "").split())
+    # every rank updates with the whole matrix
+    assert value_of(recall(), own) == (0.375, False)
+    assert value_of(recall(), whole) == (0.1875, True)
+    assert "a recall of 0.375 is 0.1875" in page
+    # query numbers that begin at 0 on each rank
+    assert value_of(mrr(), own) == (pytest.approx(0.60, abs=0.005), False)
+    assert value_of(mrr(), own, from_zero=True) == (pytest.approx(0.81, abs=0.005), True)
+    assert "an MRR of 0.60 is 0.81" in page
+    # scores of 0 and below, all of them here
+    for metric in (recall(), mrr(), retrieval.RetrievalMAP(), retrieval.RetrievalPrecision(top_k=1)):
+        assert value_of(metric, own, shift=-1.0) == (0.0, False)
+    assert "Scores of 0 and below never count" in page

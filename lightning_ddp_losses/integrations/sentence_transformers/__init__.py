@@ -9,7 +9,7 @@ after DDP's mean over ranks. Without ranks each loss is theirs. Most losses ther
 | ``MultipleNegativesRankingLoss`` and its kinds, one direction, no hardness weights (their default) | each rank its own anchors | B x kG |
 | the same with other options | every rank all anchors | G x kG |
 | ``GISTEmbedLoss`` | every rank all anchors | G x kG x D |
-| ``FlopsLoss`` | rows stay on their rank (``global_rows``) | B x D |
+| ``ContrastiveLoss``, ``CosineSimilarityLoss``, ``TripletLoss``, ``FlopsLoss`` | rows stay on their rank (``global_rows``) | B x D |
 | all others with one of the two methods | every rank the whole loss | what theirs takes for G rows |
 | of ``MultiVectorEncoder``: ranking | each rank its own queries, in tiles of documents | the vectors of all documents |
 | of ``MultiVectorEncoder``: distilled scores, margins | each rank its own rows | what theirs takes for B rows |
@@ -83,6 +83,9 @@ _EVALUATIONS: tuple[tuple[type[nn.Module], type[OverAllRanks]], ...] = (
     (theirs.GISTEmbedLoss, Guided),
     (theirs.CachedGISTEmbedLoss, CachedReplicated),
     (theirs.MegaBatchMarginLoss, CachedReplicated),
+    (theirs.ContrastiveLoss, ByRows),
+    (theirs.CosineSimilarityLoss, ByRows),
+    (theirs.TripletLoss, ByRows),
     (sparse.FlopsLoss, ByRows),
     (sparse.CSRReconstructionLoss, Reconstruction),
     (theirs.AdaptiveLayerLoss, Layers),

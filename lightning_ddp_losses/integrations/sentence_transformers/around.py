@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,9 @@ from lightning_ddp_losses.integrations.sentence_transformers.evaluations import 
     rows_in,
     stands_in,
 )
+
+_are_draws_common: ContextVar[bool] = ContextVar("are_draws_common", default=False)
+"""True while the ranks draw alike, in a loss around another that draws too (Matryoshka2d)."""
 
 
 class Drawing(OverAllRanks):
@@ -63,15 +67,17 @@ class Layers(Drawing):
 @contextlib.contextmanager
 def _draws_of_rank_0(title: str) -> Iterator[None]:
     """Let Python's generator draw on all ranks what it draws on rank 0. Ranks above 0 get their own state back."""
-    if process_groups.world_size() == 1:
+    if process_groups.world_size() == 1 or _are_draws_common.get():
         yield
         return
     own = random.getstate()
     is_first = process_groups.rank(None) == 0
     version, numbers, gauss = handshake.all_gather_json(f"{title}: random state", {}, own if is_first else None)[0]
     random.setstate((version, tuple(numbers), gauss))
+    token = _are_draws_common.set(True)
     try:
         yield
     finally:
+        _are_draws_common.reset(token)
         if not is_first:
             random.setstate(own)

@@ -14,10 +14,16 @@ from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, reduction_to_match, remember_global_value
+from lightning_ddp_losses.distributed.global_values import (
+    UpstreamGradWatch,
+    micro_batch_to_match,
+    reduction_to_match,
+    remember_global_value,
+)
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.losses.formulas.global_rows import global_rows
+from lightning_ddp_losses.losses.formulas.global_rows import open_rows, run_on_rows
+from lightning_ddp_losses.losses.gathered_call import SeedCounter
 from lightning_ddp_losses.losses.partial_sums import value_with_grad
 
 Features = dict[str, Any]
@@ -29,6 +35,7 @@ Columns = Sequence[Tensor]
 stands_in: ContextVar[bool] = ContextVar("stands_in", default=False)
 """True while a rank without rows embeds a row that stands in for them, and is dropped before the loss."""
 
+_seeds = SeedCounter()
 _evaluations = itertools.count(1)
 _last_evaluation = 0
 
@@ -74,19 +81,22 @@ class OverAllRanks:
     def _watch(self) -> UpstreamGradWatch:
         return UpstreamGradWatch.of(f"{self._instance.kind} {self._instance.number}", None)
 
-    def _gather(self, columns: dict[str, Tensor], **how: Any) -> GatheredBatch:
-        """Gather columns of all ranks. Options that differ between ranks are an error on all of them."""
+    def _must_match(self) -> dict[str, object]:
+        """Return what must be equal on all ranks: which loss it is, and its options."""
         options: dict[str, object] = {}
         if hasattr(self, "get_config_dict"):
             config = self.get_config_dict()
             options = {name: value for name, value in config.items() if not isinstance(value, nn.Module)}
-        must_match = {
+        return {
             "which of several": self._instance,
             "options": options,
             "coefficient of the last backward": self._watch().take(),
             **reduction_to_match(),
         }
-        return gather_batch(type(self).__name__, columns, must_match, **how)
+
+    def _gather(self, columns: dict[str, Tensor], **how: Any) -> GatheredBatch:
+        """Gather columns of all ranks. Options that differ between ranks are an error on all of them."""
+        return gather_batch(type(self).__name__, columns, self._must_match(), **how)
 
     def _shared(self, value: Tensor) -> Tensor:
         """Return a loss that every rank has computed. Its coefficient in backward is compared at the next call."""
@@ -151,14 +161,37 @@ class Reconstruction(Replicated):
         )
 
 
-class ByRows(OverAllRanks):
+class ByRows(Replicated):
     """Evaluates a loss whose rows stay on their rank, as it needs sums over them only."""
 
-    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Any:
-        """Return their loss over the rows of all ranks."""
-        formula: Any = super().compute_loss_from_embeddings  # type: ignore[misc]
+    def compute_loss_from_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Return their loss over the rows of all ranks.
+
+        Communication: one handshake before the formula and one after it, none in backward. As ``Replicated`` if the loss has parameters of
+        its own: DDP does not reduce them.
+        """
+        if self._has_parameters():
+            return super().compute_loss_from_embeddings(*args, **kwargs)
+        formula: Any = super(Replicated, self).compute_loss_from_embeddings  # type: ignore[misc]
         note_evaluation()
-        return global_rows(formula, *own_rows((embeddings,)), name=type(self).__name__)
+        title = type(self).__name__
+        args, kwargs = own_rows((args, kwargs))
+        named = [leaf for leaf in inputs.leaves((args, kwargs), "argument") if isinstance(leaf[1], Tensor)]
+        tensors = [tensor for _, tensor in named]
+        args, kwargs = precision.cast_floating((args, kwargs), precision.compute_dtype(tensors))
+        devices = {tensor.device.type for tensor in tensors}
+        with precision.without_autocast(devices), handshake.raising_on_all_ranks(title):
+            _refuse_other_rows(named)
+            must_match = {**self._must_match(), **micro_batch_to_match()}
+            opened = open_rows(title, args, kwargs, {}, must_match, _seeds, None)
+            value = formula(*args, **kwargs) if opened is None else run_on_rows(formula, opened)
+        return inputs.map_tensors(self._shared, value)
+
+    def _has_parameters(self) -> bool:
+        """Return whether the loss itself has parameters, beside those of the model."""
+        modules: Any = self.named_children()  # type: ignore[attr-defined]
+        of_parts = [list(module.parameters()) for name, module in modules if name != "model"]
+        return any(of_parts) or bool(self._parameters)  # type: ignore[attr-defined]
 
 
 class CachedReplicated(OverAllRanks):
