@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.class_code import names_written
 from lightning_ddp_losses.core.option_values import (
     PLAIN,
     UNREAD,
@@ -240,7 +241,9 @@ def _may_be_option(module: nn.Module, name: str) -> bool:
     if name in _OF_MODULES or name in _COUNTERS or name in _MEMORIES or is_of_process(name):
         return False
     if _is_metric(module):  # others may change in each update
-        return name.lstrip("_") in _constructor_names(type(module)) and name not in attributes["_defaults"]  # type: ignore[arg-type]
+        cls: Any = type(module)
+        is_given = name.lstrip("_") in _constructor_names(cls)
+        return is_given and name not in attributes["_defaults"] and name not in names_written(cls, "update")
     # what a library keeps in private attributes is no option
     is_private = name[0] == "_" and not is_of_program(type(module).__module__)
     return not is_private and name not in attributes.get("_record_these_stats", ())

@@ -52,6 +52,7 @@ _PREFIX = "lightning_ddp_losses/liveness"
 _FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
 _log = logging.getLogger(__name__)
 
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 # errors that come from a peer which has gone, or did not come
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|socket|timed out|timeout|process group", re.IGNORECASE
@@ -528,8 +529,11 @@ def lost_peer_error(error: BaseException, where: str) -> PeerError | None:
     if who == _ALL_HERE:  # then no peer is the cause
         return PeerError(
             f"{lines[0][:200]} (rank {_world.rank}, in {where}; {who})",
-            fix=f"No rank is gone: where all ranks show this error, it is the cause itself, else ranks do different things.{more}",
+            fix="No rank is gone. Where all ranks show this error, it is the cause itself. Otherwise ranks did different things: a branch "
+            "on rank or on local data, or a dict of losses that lacks an entry on a rank without boxes. "
+            f"callbacks=[DDPChecks()] names the parameters before backward.{more}",
             collective=True,
+            page="F37" if _TIMED_OUT.search(str(error)) else "F42",
         )
     return PeerError(
         f"rank {_world.rank} waited for its peers in {where}",

@@ -134,6 +134,7 @@ class BufferPlan:
     Attributes:
         slots: For each rank, the places of its tensors.
         objects: States with pickled objects.
+        defaults: For each rank, indices of states that are defaults.
         regions: For each state the tensors to read: one, none, or one per tensor of a ``list``.
         expanded: For each state with defaults that follow the other ranks, its dtype and shape.
         twins: For each state with the tensors of an earlier one on every rank, that one.
@@ -142,6 +143,7 @@ class BufferPlan:
 
     slots: list[list[Slot]]
     objects: list[int]
+    defaults: list[list[int]]
     regions: list[list[Region]] = field(default_factory=list)
     expanded: dict[int, Entry] = field(default_factory=dict)
     twins: dict[int, int] = field(default_factory=dict)
@@ -203,7 +205,7 @@ def plan_buffer(title: str, states: tuple[tuple[str, Kind], ...], contents: tupl
     """
     by_rank = [_unpack_contents(text) for text in contents]
     objects = sorted(set().union(*(of_rank.objects for of_rank in by_rank)))
-    plan = BufferPlan([[] for _ in contents], objects)
+    plan = BufferPlan([[] for _ in contents], objects, [of_rank.defaults for of_rank in by_rank])
     first: dict[tuple[int, ...], int] = {}
     for index, (name, kind) in enumerate(states):
         what = f"{title}: state `{name}`"

@@ -24,7 +24,7 @@ from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
-from lightning_ddp_losses.metrics.exchange import exchange, naming_caches, plans_of
+from lightning_ddp_losses.metrics.exchange import Received, exchange, naming_caches, plans_of
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
 from lightning_ddp_losses.metrics.states import ExchangingMetric, detached
 
@@ -53,14 +53,14 @@ class Members:
         waiting = [leaf for leaf in self._leaves() if leaf._waits]
         # decided before asking which members have peers: some groups may have one rank only
         waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
-        exchanged: list[list[Any]] = []
+        exchanged: list[Received] = []
         if waiting:
             title = f"{self._title()}, compute"
             with naming_caches(), handshake.raising_on_all_ranks(title, group=waiting[0].process_group):
                 exchanged = exchange(title, [leaf.packet() for leaf in waiting], plans_of(self))
-        for leaf, values in zip(waiting, exchanged, strict=True):
+        for leaf, received in zip(waiting, exchanged, strict=True):
             leaf._cache = detached(leaf._states())
-            leaf._receive(values)
+            leaf._receive(received)
             leaf._is_synced, leaf._to_sync = True, False
         try:
             yield

@@ -16,7 +16,7 @@ import functools
 import inspect
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -33,8 +33,9 @@ from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
+from lightning_ddp_losses.metrics.attributes import set_by_update
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
-from lightning_ddp_losses.metrics.exchange import Packet
+from lightning_ddp_losses.metrics.exchange import Packet, Received
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step
 from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, States, is_correlation, torchmetrics_names
 
@@ -188,6 +189,7 @@ class SyncedMetric(ExchangingMetric):
         self._refuse_states()
         self._configuration = Configuration()
         self._configuration.read(self)
+        self._sets_attributes = bool(set_by_update(self))
         self._instance = Instance(self._title())
 
     def _refuse_states(self) -> None:
@@ -214,7 +216,14 @@ class SyncedMetric(ExchangingMetric):
                     is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
                     found[index] = found[index]._replace(weight=float(not is_default))
         configuration = self._configuration.read(self)
-        return Packet(found, self.process_group, configuration, self.sync_on_compute, instance=self._instance)
+        return Packet(
+            found,
+            self.process_group,
+            configuration,
+            self.sync_on_compute,
+            instance=self._instance,
+            metric=self if self._sets_attributes else None,
+        )
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
@@ -224,9 +233,9 @@ class SyncedMetric(ExchangingMetric):
             return
         self._exchange_states(self._title("compute"), process_group or self.process_group)
 
-    def _receive(self, values: Sequence[Any]) -> States:
+    def _receive(self, received: Received) -> States:
         own = list(self.indexes) if isinstance(self, RetrievalMetric) else []
-        reduced = super()._receive(values)
+        reduced = super()._receive(received)
         if own and not self._has_warned:
             self._has_warned = _warn_of_shared_queries(self._title(), own, reduced["indexes"])
         for name, reduce in self._reductions.items():

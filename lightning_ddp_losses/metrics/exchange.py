@@ -31,12 +31,13 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_mean
 
 from lightning_ddp_losses.core import inputs
@@ -48,6 +49,7 @@ from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
 from lightning_ddp_losses.errors import PeerError
+from lightning_ddp_losses.metrics.attributes import has_attributes, missing_attributes
 from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Kind, plan_buffer
 
 # the first byte of a payload
@@ -133,6 +135,7 @@ class Packet(NamedTuple):
         sync_on_compute: Whether the metric's ``compute`` will exchange its states.
         upstream_grads: Text of the factors that came back into its values in backward.
         instance: Identity among metrics of one kind.
+        metric: The metric, if its update may set attributes that are not states.
     """
 
     states: Sequence[State]
@@ -141,6 +144,19 @@ class Packet(NamedTuple):
     sync_on_compute: bool = True
     upstream_grads: str = ""
     instance: Instance | None = None
+    metric: Metric | None = None
+
+
+class Received(NamedTuple):
+    """What one metric receives.
+
+    Attributes:
+        states: States, reduced over all ranks, in the order of the packet.
+        attributes: Attributes that other ranks' updates have set, by name. Empty on a rank that had an update.
+    """
+
+    states: list[Any]
+    attributes: Mapping[str, Any] = {}  # never changed
 
 
 # ---------------------------------------------------------------------- what is decided once
@@ -208,7 +224,7 @@ def _plan_of(
 # ---------------------------------------------------------------------- the exchange
 
 
-def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) -> list[list[Any]]:
+def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) -> list[Received]:
     """Exchange the states of several metrics and reduce them.
 
     Args:
@@ -217,13 +233,14 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
         plans: Plans of the metric or collection that is called.
 
     Returns:
-        The states of each packet, reduced over all ranks, with the same bits on every rank.
+        The states of each packet, reduced over all ranks, with the same bits on every rank, and the attributes that this rank lacks.
 
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
         For each process group and kind of device one handshake. If the bytes of a rank do not fit in it, one all-reduce in place, on the
-        device. One more gather at a size that the handshakes have not grown to yet.
+        device. One more gather at a size that the handshakes have not grown to yet. One more handshake for a metric whose update sets
+        attributes that its compute reads, if some ranks had no update.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
@@ -234,14 +251,19 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
         ranks = None if has_one_group else process_groups.members(packet.group)
         by_ranks.setdefault(ranks, []).append(packet)
     reduced: dict[int, Any] = {}
+    attributes: dict[int, Mapping[str, Any]] = {}
     for together in by_ranks.values():
         if has_one_group:
-            _exchange_in_group(title, together, plans, reduced)
+            attributes.update(_exchange_in_group(title, together, plans, reduced))
             continue
         # the caller reports an error to the ranks of one group
         with handshake.raising_on_all_ranks(title, group=together[0].group):
-            _exchange_in_group(title, together, plans, reduced)
-    return [[reduced[id(state)] for state in packet.states] for packet in packets]
+            attributes.update(_exchange_in_group(title, together, plans, reduced))
+    received = []
+    for packet in packets:
+        states = [reduced[id(state)] for state in packet.states]
+        received.append(Received(states, attributes.get(id(packet), {})))
+    return received
 
 
 @contextlib.contextmanager
@@ -259,20 +281,49 @@ def naming_caches() -> Iterator[None]:
 
 def _exchange_in_group(
     title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan], reduced: dict[int, Any]
-) -> None:
-    """Exchange the states of packets of one group, on each kind of device separately. Add the reduced ones by identity of the state."""
+) -> dict[int, Mapping[str, Any]]:
+    """Exchange the states of packets of one group, on each kind of device separately. Add the reduced ones by identity of the state.
+
+    Returns:
+        Attributes that this rank lacks, by identity of the packet.
+    """
     states = list(itertools.chain.from_iterable([packet.states for packet in packets]))
     devices = list(dict.fromkeys([state.device.type for state in states])) or ["cpu"]
+    buffer_plans: list[tuple[list[State], BufferPlan]] = []
+    with_attributes: set[int] = set()
     for device in devices:
         name = title if len(devices) == 1 else f"{title}, on {device}"
         on_device = [state for state in states if state.device.type == device]
-        reduced.update(zip(map(id, on_device), _exchange_states(name, on_device, packets, plans), strict=True))
+        values, buffer_plan, have_some = _exchange_states(name, on_device, packets, plans)
+        with_attributes |= have_some
+        reduced.update(zip(map(id, on_device), values, strict=True))
+        buffer_plans.append((on_device, buffer_plan))
+    attributes: dict[int, Mapping[str, Any]] = {}
+    for index in sorted(with_attributes):
+        packet = packets[index]
+        without_update = _ranks_without_update(packet.states[0], buffer_plans)
+        if packet.metric is not None and 0 < len(without_update) < process_groups.world_size(packet.group):
+            attributes[id(packet)] = missing_attributes(title, packet.metric, without_update, packet.group)
+    return attributes
+
+
+def _ranks_without_update(state: State, buffer_plans: Sequence[tuple[list[State], BufferPlan]]) -> list[int]:
+    """Return the ranks whose state is the default."""
+    for states, plan in buffer_plans:
+        places = [index for index, other in enumerate(states) if other is state]
+        if places:
+            return [rank for rank, defaults in enumerate(plan.defaults) if places[0] in defaults]
+    return []
 
 
 def _exchange_states(
     title: str, states: Sequence[State], packets: Sequence[Packet], plans: Plans[ExchangePlan]
-) -> list[Any]:
-    """Exchange the states of some packets that are on one kind of device, and reduce them."""
+) -> tuple[list[Any], BufferPlan, set[int]]:
+    """Exchange the states of some packets that are on one kind of device, and reduce them.
+
+    Returns:
+        The states, the plan of the buffer, and indices of packets whose metric has attributes of an update on some rank.
+    """
     group = packets[0].group
     device = states[0].device if states else torch.device("cpu")
     holders = _first_holders(states)
@@ -282,7 +333,11 @@ def _exchange_states(
     # handshake: weights of means, shapes and row counts, and the bytes themselves if they fit
     weights = [state.weight for state in states if state.reduce is dim_zero_mean]
     contents = plan.contents or _pack_contents(states, tensors, holders)
-    head = b"%s\n%s\n" % (json.dumps(weights).encode(), contents)
+    may_have_attributes = any(packet.metric is not None for packet in packets)
+    values: list[Any] = weights
+    if may_have_attributes:
+        values = [*weights, [index for index, packet in enumerate(packets) if has_attributes(packet.metric)]]
+    head = b"%s\n%s\n" % (json.dumps(values).encode(), contents)
     is_inline = 1 + len(head) + sum([tensor.nbytes for tensor in own]) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
         is_inline = False  # a copy to the host would wait for the device
@@ -309,13 +364,16 @@ def _exchange_states(
     gathered = _read_with_grad(buffer_plan, buffer, own, group)
     for index in buffer_plan.objects:
         gathered[index] = [_unpickled(tensor, states[index].device) for tensor in gathered[index]]
-    weights_of_ranks = [json.loads(head[1:]) for head, _, _ in received] if weights else []
-    rows_of_means = zip(*weights_of_ranks, strict=True)
+    values_of_ranks = [json.loads(head[1:]) for head, _, _ in received] if values else []
+    with_attributes: set[int] = set()
+    if may_have_attributes:
+        with_attributes.update(*[of_rank.pop() for of_rank in values_of_ranks])
+    rows_of_means = zip(*values_of_ranks, strict=True)
     found = []
-    for state, values in zip(states, gathered, strict=True):
+    for state, of_ranks in zip(states, gathered, strict=True):
         rows = next(rows_of_means) if state.reduce is dim_zero_mean else ()
-        found.append(state.reduced(values, rows))
-    return found
+        found.append(state.reduced(of_ranks, rows))
+    return found, buffer_plan, with_attributes
 
 
 def _first_holders(states: Sequence[State]) -> list[int]:

@@ -26,7 +26,8 @@ from lightning_ddp_losses.distributed.global_values import current_window, name_
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
-from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, plans_of
+from lightning_ddp_losses.metrics.attributes import set_by_update
+from lightning_ddp_losses.metrics.exchange import Packet, Received, State, exchange, plans_of
 from lightning_ddp_losses.metrics.states import (
     ExchangingMetric,
     Gather,
@@ -124,7 +125,8 @@ class DifferentiableMetric(MetricStates):
             gather = "inputs" if needs_whole_batch(self) else "states"
         self.dist_sync_on_step = True
         expects_gradient = expects_gradient and type(self).is_differentiable is not False
-        self._record, self._instance = MetricRecord(gather, keep_graph, expects_gradient), Instance(self._title())
+        self._record = MetricRecord(gather, keep_graph, expects_gradient, bool(set_by_update(self)))
+        self._instance = Instance(self._title())
 
     # ------------------------------------------------------------------ forward
 
@@ -175,7 +177,7 @@ class DifferentiableMetric(MetricStates):
         if record.gather == "inputs" and self._has_peers:
             packet = self._packet(_input_states(self, args, kwargs))
             (rows_of_all,) = exchange(self._title("update"), [packet], plans_of(self))
-            args, kwargs = _with_rows(rows_of_all, args, kwargs)
+            args, kwargs = _with_rows(rows_of_all.states, args, kwargs)
         rows = inputs.num_rows(args, kwargs)
         may_skip = rows == 0 and self._may_skip(args, kwargs)
         self._enable_grad = record.keep_graph and torch.is_grad_enabled()
@@ -269,9 +271,15 @@ class DifferentiableMetric(MetricStates):
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
-        configuration = record.configuration.read(self)
-        upstream_grads = record.upstream_grads.take()
-        return Packet(states, self.process_group, configuration, self.sync_on_compute, upstream_grads, self._instance)
+        return Packet(
+            states,
+            self.process_group,
+            record.configuration.read(self),
+            self.sync_on_compute,
+            record.upstream_grads.take(),
+            self._instance,
+            self if record.sets_attributes else None,
+        )
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether an update has no rows while other ranks may have some."""
@@ -347,20 +355,20 @@ class ForwardCall:
         if self._accumulated is None:
             self._batch = metric._states()
 
-    def finish(self, exchanged: Sequence[Any]) -> None:
+    def finish(self, received: Received) -> None:
         """Compute the value of the global batch, and add the batch to the accumulated states.
 
         Args:
-            exchanged: Tensors of the packet from all ranks. Empty without a packet.
+            received: Tensors of the packet from all ranks. Empty without a packet.
         """
         metric = self.metric
         record = metric._record
         # the rows or the states of all ranks, with this rank's graph
         if self.packet is not None and record.gather == "inputs":
-            self._args, self._kwargs = _with_rows(exchanged, self._args, self._kwargs)
+            self._args, self._kwargs = _with_rows(received.states, self._args, self._kwargs)
             self._update()
         elif self.packet is not None:
-            reduced = metric._receive(exchanged)
+            reduced = metric._receive(received)
             # a rank's share of the rows may change from step to step
             if metric.sync_on_compute and self._accumulated is None:
                 for name in metric._means():
@@ -412,6 +420,7 @@ class ForwardCall:
             return
         flags = {"_to_sync": metric.sync_on_compute, "_should_unsync": True, "_enable_grad": False, "_is_synced": False}
         metric._assign({**aside.states, **flags, "_update_count": aside.update_count, "_computed": None})
+        metric._put_back_attributes()
         metric._record.seen, metric._record.in_forward = aside.seen, False
         metric._drop_graphs()
 
@@ -456,7 +465,7 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
                 packets = [forward.packet for forward in together if forward.packet is not None]
                 exchanged = iter(exchange(title, packets, plans_of(owner)))
                 for forward in together:
-                    forward.finish(next(exchanged) if forward.packet is not None else ())
+                    forward.finish(Received([]) if forward.packet is None else next(exchanged))
             finally:  # every metric gets its states back, also if another one fails
                 for forward in together:
                     forward.end()

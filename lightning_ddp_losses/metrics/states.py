@@ -26,7 +26,7 @@ from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import expect, listed
 from lightning_ddp_losses.metrics.buffer_plan import Kind
-from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, naming_caches, plans_of
+from lightning_ddp_losses.metrics.exchange import Packet, Received, State, exchange, naming_caches, plans_of
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -36,6 +36,7 @@ _KNOWN_SYNC = ("torchmetrics.", "lightning_ddp_losses")
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
 
 
+_ABSENT = object()
 # types of values that torch.nn.Module does not register
 _PLAIN_TYPES = frozenset({Tensor, list, int, bool, type(None)})
 
@@ -62,6 +63,7 @@ class MetricRecord:
         gather: ``"states"`` or ``"inputs"``.
         keep_graph: Whether ``update`` keeps its graph for ``compute``.
         expects_gradient: Whether a value without a graph is an error.
+        sets_attributes: Whether ``update`` may set attributes that are not states.
         upstream_grads: Gradients that came back into its values.
         configuration: Options, read before the first update and in each exchange.
         seen: Updates since the last reset.
@@ -72,6 +74,7 @@ class MetricRecord:
     gather: Gather = "states"
     keep_graph: bool = False
     expects_gradient: bool = True
+    sets_attributes: bool = False
     upstream_grads: UpstreamGradWatch = field(default_factory=UpstreamGradWatch)
     configuration: Configuration = field(default_factory=Configuration)
     seen: Seen = field(default_factory=Seen)
@@ -150,16 +153,34 @@ class ExchangingMetric(Metric):
     def _exchange_states(self, title: str, group: Group) -> None:
         """Replace the states by those of all ranks. Communication: one handshake, or one more collective."""
         with naming_caches(), handshake.raising_on_all_ranks(title, group=group):
-            (values,) = exchange(title, [self.packet()._replace(group=group)], plans_of(self))
-        self._receive(values)
+            (received,) = exchange(title, [self.packet()._replace(group=group)], plans_of(self))
+        self._receive(received)
 
-    def _receive(self, values: Sequence[Any]) -> States:
-        """Replace this rank's states by those of all ranks, in the order of the packet."""
-        reduced = dict(zip(self._reductions, values, strict=True))
+    def _receive(self, received: Received) -> States:
+        """Replace this rank's states by those of all ranks, in the order of the packet, and add attributes that it lacks."""
+        reduced = dict(zip(self._reductions, received.states, strict=True))
+        if received.attributes:
+            self._own_attributes = {name: vars(self).get(name, _ABSENT) for name in received.attributes}
+            self._assign(dict(received.attributes))
         if is_correlation(type(self)):
             _widen_scales_(reduced)
         self._assign(reduced)
         return reduced
+
+    def unsync(self, should_unsync: bool = True) -> None:
+        """Put this rank's states back, and its own attributes."""
+        super().unsync(should_unsync)
+        if should_unsync:
+            self._put_back_attributes()
+
+    def _put_back_attributes(self) -> None:
+        """Put back the attributes of this rank that it had replaced by those of other ranks."""
+        attributes = vars(self)
+        for name, value in attributes.pop("_own_attributes", {}).items():
+            if value is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
 
     @property
     def _has_peers(self) -> bool:

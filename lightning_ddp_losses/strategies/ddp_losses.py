@@ -162,7 +162,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = ddp_setup.WholeStateLauncher(self, start_method=self._start_method)
-        ddp_setup.refuse_notebook(self._launcher)
+        ddp_setup.refuse_notebook(self._launcher, "ddp_losses")
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

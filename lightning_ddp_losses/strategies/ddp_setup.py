@@ -357,7 +357,7 @@ def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSy
 # ---------------------------------------------------------------------- launchers
 
 
-def refuse_notebook(launcher: Any) -> None:
+def refuse_notebook(launcher: Any, strategy_name: str) -> None:
     """Refuse processes that a notebook cannot start. Lightning refuses them next, and names a strategy without this package.
 
     Raises:
@@ -366,7 +366,15 @@ def refuse_notebook(launcher: Any) -> None:
     cannot_start = launcher is not None and not launcher.is_interactive_compatible and compat.is_interactive()
     expected = "a strategy that a notebook can start"
     fix = 'Use Trainer(strategy="ddp_losses_notebook"), or DDPLossStrategy(start_method="fork") with options. Or run a script.'
-    expect(not cannot_start, "ddp_losses in a notebook", expected=expected, got="processes that run a script", fix=fix)
+    if strategy_name != "ddp_losses":
+        fix = f'Run a script. Use Trainer(strategy="ddp_losses_notebook") where the model fits on one device: {strategy_name} divides it.'
+    expect(
+        not cannot_start,
+        f"{strategy_name} in a notebook",
+        expected=expected,
+        got="processes that run a script",
+        fix=fix,
+    )
 
 
 class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[misc]

@@ -189,6 +189,11 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     # ------------------------------------------------------------------ set-up
 
+    def _configure_launcher(self) -> None:
+        """Choose Lightning's launcher, which starts the program again."""
+        super()._configure_launcher()
+        ddp_setup.refuse_notebook(self._launcher, self.strategy_name)
+
     def setup_environment(self) -> None:
         """Start the process group, and a mesh in which all ranks divide the model."""
         self.set_world_ranks()

@@ -142,6 +142,18 @@ def test_an_error_that_all_ranks_have_comes_first_and_no_peer_is_blamed(worlds: 
     assert "waited for its peers" not in text
 
 
+@pytest.mark.parametrize(("text", "page"), [("gloo: Timed out waiting 20000ms", "F37"), (str(LOST), "F42")])
+def test_a_time_out_with_all_ranks_present_leads_to_branches_on_some_ranks(
+    worlds: list[World], text: str, page: str
+) -> None:
+    for world in worlds[1:]:
+        world.watch.report("PeerError: waited", is_own=False)
+    error = liveness.lost_peer_error(RuntimeError(text), "backward")
+    assert error is not None
+    assert error.page == page
+    assert "a dict of losses that lacks an entry on a rank without boxes" in str(error)
+
+
 @pytest.mark.parametrize("cleans_up", [True, False])
 def test_the_listener_is_armed_until_teardown_is_over(
     monkeypatch: pytest.MonkeyPatch, cleans_up: bool, ended: tuple[list[str], threading.Event]

@@ -1,0 +1,153 @@
+"""Attributes that ``update`` sets besides the states, and that ``compute`` reads: a rank without an update does not have them.
+
+Examples are ``orig_dtype`` of torchmetrics' ``FrechetInceptionDistance``, ``num_classes`` of ``MeanIoU`` and ``rmse_map`` of
+``RootMeanSquaredErrorUsingSlidingWindow`` (torchmetrics 1.9). States are exchanged and attributes are not, so that ``compute`` failed on
+that rank, or returned another value there.
+
+Which attributes these are follows from the code of the class, the same on every rank. If it has some, and some ranks had no update while
+others had one, ranks exchange them. Where all ranks with an update have the same value, the ranks without one compute with it. Otherwise
+it is an error on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core.class_code import names_read, names_written
+from lightning_ddp_losses.core.option_values import hash_of
+from lightning_ddp_losses.distributed import handshake, messages, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import InputError, RankMismatchError
+
+_SHOWN_CHARACTERS = 60
+_OWN_DEVICE = b"device"
+_OF_TORCHMETRICS = names_written(Metric, "__init__")
+# attributes on which no value depends: compute asserts that it is there
+_WITHOUT_EFFECT = frozenset({("RootMeanSquaredErrorUsingSlidingWindow", "rmse_map")})
+
+
+class _Attribute(NamedTuple):
+    """An attribute as a rank sends it.
+
+    Attributes:
+        shown: Its value, for an error.
+        digest: Hash of its content.
+        payload: The value. None if it cannot be sent.
+    """
+
+    shown: str
+    digest: str
+    payload: bytes | None
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> _Attribute:
+        """Read a value."""
+        if isinstance(value, torch.device):  # each rank has its own
+            return cls(value.type, value.type, _OWN_DEVICE)
+        plain = inputs.map_tensors(_on_host, value)
+        try:
+            payload = messages.pack_readable(plain, name)
+        except InputError as error:
+            return cls(f"{error.got}, which cannot be sent", "", None)
+        return cls(_described(value), hash_of(payload), payload)
+
+
+def set_by_update(metric: Metric) -> tuple[str, ...]:
+    """Return the names of the attributes that ``update`` sets and ``compute`` reads, without states."""
+    cls = type(metric)
+    names = names_written(cls, "update") - vars(metric)["_defaults"].keys()
+    if names:
+        names = (names & names_read(cls, "compute")) - _OF_TORCHMETRICS
+    return tuple(sorted(names))
+
+
+def has_attributes(metric: Metric | None) -> bool:
+    """Return whether this rank has an attribute that ``update`` sets and ``compute`` reads."""
+    return metric is not None and any(name in vars(metric) for name in set_by_update(metric))
+
+
+def missing_attributes(title: str, metric: Metric, without_update: Sequence[int], group: Group) -> dict[str, Any]:
+    """Return the attributes that this rank, which had no update, takes from a rank that had one.
+
+    Args:
+        title: Name of the operation, for messages.
+        metric: The metric, which has attributes ``set_by_update``.
+        without_update: Ranks without an update: some, and not all.
+        group: Process group of the metric.
+
+    Returns:
+        Values by name. None of them on a rank that had an update.
+
+    Communication: one handshake, with the values.
+
+    Raises:
+        RankMismatchError: on every rank, if ranks with an update have different values, or one that cannot be sent.
+    """
+    names = set_by_update(metric)
+    own = {name: tuple(_Attribute.of(vars(metric)[name], name)) for name in names if name in vars(metric)}
+    what = f"{title}: attributes of {type(metric).__name__}"
+    payloads = handshake.all_gather(
+        what, {"attributes": ", ".join(names)}, messages.pack(own), group=group, of_user=True
+    )
+    table = [messages.unpack_from(payload, what, rank) for rank, payload in enumerate(payloads)]
+    found = {}
+    rank = process_groups.rank(group)
+    for name in names:
+        by_rank = [None if name not in of_rank else _Attribute(*of_rank[name]) for of_rank in table]
+        source = _source(what, metric, name, by_rank, without_update)
+        if source is None or rank not in without_update:
+            continue
+        found[name] = metric.device
+        if source.payload != _OWN_DEVICE:
+            value = messages.unpack(source.payload or b"")
+            found[name] = inputs.map_tensors(lambda tensor: tensor.to(metric.device), value)
+    return found
+
+
+def _source(
+    what: str, metric: Metric, name: str, by_rank: Sequence[_Attribute | None], without_update: Sequence[int]
+) -> _Attribute | None:
+    """Return the attribute that ranks without an update take. None if they have it, or if no rank has one."""
+    with_update = [found for rank, found in enumerate(by_rank) if rank not in without_update]
+    source = next(filter(None, with_update), None)
+    is_equal = len({found and found.digest for found in with_update}) == 1 or _is_without_effect(metric, name)
+    if is_equal:
+        digests = {found and found.digest for found in map(by_rank.__getitem__, without_update)}
+        if source is None or digests == {source.digest}:
+            return None
+        if source.payload is not None:
+            return source
+    described = []
+    for rank, found in enumerate(by_rank):
+        shown = "no such attribute" if found is None else found.shown
+        described.append(f"{shown}, without an update" if rank in without_update else shown)
+    raise RankMismatchError(
+        f"{what}: `{name}`, which update sets",
+        expected="one value on all ranks that had an update, as ranks without one take it for compute",
+        ranks=described,
+        fix="Give every rank an update before compute, set the attribute in __init__, or declare it as a state: "
+        f"add_state({name!r}, ..., dist_reduce_fx=...).",
+        collective=True,
+        page="F52",
+    )
+
+
+def _is_without_effect(metric: Metric, name: str) -> bool:
+    bases = [base for base in type(metric).__mro__ if base.__module__.startswith("torchmetrics.")]
+    return any((base.__name__, name) in _WITHOUT_EFFECT for base in bases)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype)[6:]}"
+    return repr(value)[:_SHOWN_CHARACTERS]
