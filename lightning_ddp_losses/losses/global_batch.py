@@ -201,7 +201,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def extra_repr(self) -> str:
         """Show the mode that runs, and how rows are evaluated."""
-        mode = self.exact_modes()[0] if self.mode == "auto" else self.mode
+        mode = self._chosen_mode(self.exact_modes())
         if mode == "rows" and pml_registry.is_pml_loss(self.loss):
             return f"mode={self.mode!r} (rows, {self.evaluation})"
         return f"mode={self.mode!r} ({mode})"
@@ -222,6 +222,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def exact_modes(self) -> tuple[Mode, ...]:
         """Return the modes that are exact for this loss as it is configured now, cheapest first."""
         return exact_modes(self.loss, self.backward)
+
+    def _chosen_mode(self, modes: tuple[Mode, ...]) -> Any:
+        """Return the mode that runs, of those that are exact. Views are gathered, so that rows are views one after another again."""
+        if self.mode != "auto":
+            return self.mode
+        needs_views = self.layout.has_views() and "replicated" in modes
+        return "replicated" if needs_views else modes[0]
 
     @property
     def plan(self) -> LossPlan:
@@ -282,11 +289,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Refuse what no call of this signature may be, and decide what all of them have in common."""
         title, loss = self._title, self.loss
         parameters, buffers = self._plans.configuration.weights()
-        mode: Any = self.mode
-        if mode == "auto":
-            mode = rules.modes[0]
-            if mode == "rows" and not rules.is_pml and self.layout.has_views():
-                mode = "replicated"
+        mode = self._chosen_mode(rules.modes)
         names: tuple[str, ...] = ()
         given = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         own_rules = _argument_rules(rules, args)
