@@ -105,7 +105,7 @@ def counted(formula: str, rows: int) -> Row:
 def on_two_ranks(
     sizes: list[int], rounds: int, seconds: float
 ) -> tuple[dict[tuple[str, int], Any], tuple[float, float]]:
-    """Counts, and milliseconds of (gather, gather again, rows) for each round, by formula and rows of all ranks; the price of an operator."""
+    """Counts and milliseconds of (gather, gather again, rows) for each round, by formula and rows; the price of an operator."""
     found = {}
     for formula in FORMULAS:
         for global_batch in sizes:
