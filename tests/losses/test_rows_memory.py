@@ -19,7 +19,7 @@ from tests.losses import rows_cases
 from tests.losses.rows_cases import D
 
 ROWS = 300  # of each rank
-FORMULAS = ("dice", "jaccard", "flops", "vicreg", "barlow", "mean entropy", "coral")
+FORMULAS = ("dice", "jaccard", "flops", "vicreg", "barlow", "barlow of torch", "mean entropy", "coral")
 
 
 class LargestMemory(TorchDispatchMode):
@@ -84,6 +84,8 @@ BY_HAND: dict[str, list[int]] = {
     # squared error and mean of the first view; its moments and covariance and the second view's mean; moments and covariance of that one
     # backward: the gradient of each mean
     "vicreg": [1 + D, 3 * D + D * D + D, 3 * D + D * D, D, D],
+    # mean, and moments of each rank, of one view and of the other, and their correlation; backward: the gradients of both
+    "barlow of torch": [D + 3 * D, D + 3 * D, D * D, 2 * D, 2 * D],
 }
 
 
