@@ -8,7 +8,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.configuration import Configuration
+from lightning_ddp_losses.core.function_loss import as_module, name_of_loss
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, Signature
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -85,13 +86,16 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
 
     Args:
-        loss: Any loss module: pytorch-metric-learning's (PML), lightly's, torch.nn's, your own.
+        loss: Any loss module: pytorch-metric-learning's (PML), lightly's, torch.nn's, your own. Or a function of tensors, as for one
+            process: a batch Dice, a covariance.
         mode: ``"replicated"``: gather all rows, every rank computes the full loss. Exact for every deterministic loss.
             ``"rows"``: each rank computes its own anchors against all rows, for losses of PML that are a sum over anchors. For all other
             losses: rows stay on their rank and sums are exchanged, operator by operator (``global_rows``).
             ``"elements"``: no rows are gathered, for losses that are a sum over samples. ``"moments"``: sums of D x D products travel, for
             lightly's ``BarlowTwinsLoss`` and ``VICRegLoss``. ``"auto"``: the cheapest that
-            is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed in full).
+            is exact for this loss and this call (of PML's losses ``rows`` from a few dozen or hundred global rows on: fewer are computed
+            in full). For a function ``rows``. For other modules ``replicated``: it takes the fewest exchanges, and whatever a module keeps
+            from call to call. Large rows of few sums, as images for a Dice, are worth ``"rows"``.
         backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
             gradient). ``"sum"``: coefficients may differ by rank, at the cost of a collective in backward.
         batch_dims: Dimension that counts samples, by argument position or name, for losses that are not PML's (default
@@ -148,7 +152,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def __init__(
         self,
-        loss: nn.Module,
+        loss: nn.Module | Callable[..., Any],
         *,
         mode: Literal["auto", "replicated", "rows", "elements", "moments"] = "auto",
         backward: Backward = "own_slice",
@@ -163,12 +167,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        refuse_options(loss, mode=mode, backward=backward, tile_bytes=tile_bytes, gather=gather, products=products)
+        module = as_module(loss)
+        refuse_options(module, mode=mode, backward=backward, tile_bytes=tile_bytes, gather=gather, products=products)
         # how the loss is configured
-        self.loss = loss
+        self.loss: nn.Module = module
         self.mode = mode
         self.backward = backward
-        self.layout = SampleLayout.of(loss, batch_dims, views, self._title)
+        self.layout = SampleLayout.of(module, batch_dims, views, self._title)
         self.tile_bytes = tile_bytes
         self._tile_compiler = TileCompiler() if compile_tiles else None
         self.products = products
@@ -181,7 +186,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self._weights = WeightFingerprints(wanted=check_weights)
         self._replicated_value = ReplicatedValue(wanted=check_weights)
         self.value_reading = inputs.ValueReading()
-        memories = [module for module in loss.modules() if isinstance(module, CrossBatchMemory)]
+        memories = [each for each in module.modules() if isinstance(each, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
 
     @property
@@ -196,7 +201,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def extra_repr(self) -> str:
         """Show the mode that runs, and how rows are evaluated."""
-        mode = self.exact_modes()[0] if self.mode == "auto" else self.mode
+        mode = self._chosen_mode(self.exact_modes())
         if mode == "rows" and pml_registry.is_pml_loss(self.loss):
             return f"mode={self.mode!r} (rows, {self.evaluation})"
         return f"mode={self.mode!r} ({mode})"
@@ -217,6 +222,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def exact_modes(self) -> tuple[Mode, ...]:
         """Return the modes that are exact for this loss as it is configured now, cheapest first."""
         return exact_modes(self.loss, self.backward)
+
+    def _chosen_mode(self, modes: tuple[Mode, ...]) -> Any:
+        """Return the mode that runs, of those that are exact. Views are gathered, so that rows are views one after another again."""
+        if self.mode != "auto":
+            return self.mode
+        needs_views = self.layout.has_views() and "replicated" in modes
+        return "replicated" if needs_views else modes[0]
 
     @property
     def plan(self) -> LossPlan:
@@ -277,7 +289,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Refuse what no call of this signature may be, and decide what all of them have in common."""
         title, loss = self._title, self.loss
         parameters, buffers = self._plans.configuration.weights()
-        mode: Any = rules.modes[0] if self.mode == "auto" else self.mode
+        mode = self._chosen_mode(rules.modes)
         names: tuple[str, ...] = ()
         given = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         own_rules = _argument_rules(rules, args)
@@ -537,7 +549,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     @property
     def _title(self) -> str:
-        return f"GlobalBatchLoss({type(self.loss).__name__})"
+        return f"GlobalBatchLoss({name_of_loss(self.loss)})"
 
 
 def _argument_rules(plan: LossPlan, args: tuple[Any, ...]) -> ArgumentRules:

@@ -9,6 +9,7 @@ from pytorch_metric_learning.reducers import DoNothingReducer
 from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, torchmetrics_states
+from lightning_ddp_losses.core.function_loss import FunctionLoss, name_of_loss
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option, explained_by
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
@@ -25,7 +26,7 @@ def refuse_options(
         ConfigurationError: naming the option.
     """
     refuse_unfit(loss)
-    title = f"GlobalBatchLoss({type(loss).__name__})"
+    title = f"GlobalBatchLoss({name_of_loss(loss)})"
     expect_option("GlobalBatchLoss: mode", mode, ("auto", *pml_registry.MODES))
     expect_option("GlobalBatchLoss: backward", backward, ("own_slice", "sum"))
     allowed = pml_registry.allowed_modes(pml_registry.labelled_loss(loss))
@@ -54,7 +55,7 @@ def refuse_options(
 def refuse_unfit(loss: nn.Module) -> None:
     """Refuse a loss that cannot be made global."""
     _refuse_no_loss(loss)
-    title = f"GlobalBatchLoss({type(loss).__name__})"
+    title = f"GlobalBatchLoss({name_of_loss(loss)})"
     # a loss that is reduced later cannot be made global here
     expect(
         not any(isinstance(getattr(module, "reducer", None), DoNothingReducer) for module in loss.modules()),
@@ -96,11 +97,12 @@ def _refuse_no_loss(loss: object) -> None:
     if isinstance(loss, type):
         got = f"the class {loss.__name__}"
         fix = f"Make an instance: GlobalBatchLoss({loss.__name__}(...))."
+    elif isinstance(loss, FunctionLoss):
+        _refuse_hidden_weights(loss.function)
+        return
     elif not isinstance(loss, nn.Module):
         got = repr(loss)
-        fix = (
-            "Put the computation into the forward of a torch.nn.Module. A sum over rows goes to global_mean(sum, rows)."
-        )
+        fix = "Give the function that computes the loss. A sum over rows goes to global_mean(sum, rows)."
     elif isinstance(loss, BaseMiner):
         got = f"the miner {name}"
         fix = f"Mine with GlobalBatchMiner({name}(...)), and pass its tuples to the loss as indices_tuple."
@@ -117,7 +119,20 @@ def _refuse_no_loss(loss: object) -> None:
     else:
         return
     raise ConfigurationError(
-        "GlobalBatchLoss: loss", expected="a torch.nn.Module, a loss of embeddings", got=got, fix=fix
+        "GlobalBatchLoss: loss", expected="a loss module, or a function of tensors", got=got, fix=fix
+    )
+
+
+def _refuse_hidden_weights(function: object) -> None:
+    """Refuse the forward of a module in place of the module, whose weights nobody would find."""
+    module = getattr(function, "__self__", None)
+    is_forward = getattr(function, "__name__", "") in ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+    expect(
+        not (isinstance(module, nn.Module) and is_forward),
+        "GlobalBatchLoss: loss",
+        expected="the module itself",
+        got=f"the method {name_of_loss(module)}.{getattr(function, '__name__', '')}",
+        fix="Its weights would be found by nobody. Give the module: GlobalBatchLoss(module).",
     )
 
 

@@ -30,6 +30,7 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, Di
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, child_modules
+from lightning_ddp_losses.core.function_loss import FunctionLoss
 from lightning_ddp_losses.errors import expect
 
 Mode = Literal["replicated", "rows", "elements", "moments"]
@@ -143,6 +144,8 @@ def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
         return ("replicated",)
     if name_in_lightly(loss) in _OF_MOMENTS:
         return ("moments", "replicated", "rows")
+    if cls is FunctionLoss:
+        return ("rows", "replicated")
     if issubclass(cls, TORCH_LOSS_TYPES) and cls.__module__.startswith("torch.") and cls not in _TORCH_REPLICATED:
         return ("elements", "replicated", "rows")
     return ("replicated", "rows")

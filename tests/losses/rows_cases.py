@@ -385,6 +385,36 @@ def batch_norm_module(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return F.smooth_l1_loss(nn.BatchNorm1d(D).double()(x), torch.ones(len(x), D).double())
 
 
+class Normal(nn.Module):
+    """Batch normalization with weights that are another function of the plain weight, in training or not."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3, momentum=0.4).double().train(training)
+        self.norm.running_mean.fill_(0.25)
+
+    def forward(self, w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+        out = F.batch_norm(
+            logits, self.norm.running_mean, self.norm.running_var, w[0, :3], w[1, :3], self.norm.training, momentum=0.4
+        )
+        first = self.norm(logits).tanh().mean((0, 2, 3)).prod()
+        return F.cross_entropy(out, target) + first + self.norm.running_var.sum() + self.norm.running_mean.prod()
+
+
+def normal(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    return Normal(True)(w, logits, target)
+
+
+def normal_by_running_values(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    return Normal(False)(w, logits, target)
+
+
+def barlow_of_torch(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a, b = (F.batch_norm(each, None, None, training=True) for each in (a, b))
+    c = a.T @ b / len(a)
+    return (c.diagonal() - 1).pow(2).sum() + 0.005 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
+
+
 def huge(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.logsumexp(x * 300, dim=(0, 1)) + (x * 300).softmax(0).square().sum() + x.amax(0).square().sum()
 
@@ -488,9 +518,10 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "on the host": (on_the_host, classes),
     "halves": (halves, classes),
     "a module with statistics": (batch_norm_module, classes),
+    "batch normalization": (normal, images),
+    "batch normalization by running values": (normal_by_running_values, images),
+    "barlow of torch": (barlow_of_torch, views),
     "huge": (huge, classes),
     "quantiles": (quantiles, classes),
     "several": (several, views),
 }
-
-NEEDS_ROWS = {"vicreg": 2, "a module with statistics": 2, "concordance": 2, "decorrelation": 2, "koleo": 2, "halves": 2}

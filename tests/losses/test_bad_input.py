@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown mode": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="tiles"), "'tiles'"),  # type: ignore[arg-type]
     "unknown backward": (lambda: GlobalBatchLoss(pml.SupConLoss(), backward="mean"), "'mean'"),  # type: ignore[arg-type]
-    "no module": (lambda: GlobalBatchLoss(torch.sum), "torch.nn.Module.*global_mean"),  # type: ignore[arg-type]
+    "no loss": (lambda: GlobalBatchLoss("sum"), "a function of tensors.*global_mean"),  # type: ignore[arg-type]
     "a class": (
         lambda: GlobalBatchLoss(pml.SupConLoss),
         "the class SupConLoss.*GlobalBatchLoss\\(SupConLoss\\(...\\)\\)",

@@ -152,7 +152,7 @@ def test_the_text_names_the_line_and_what_is_sent() -> None:
     assert "return (mean**2).sum()\n      pow: not a linear function" in text
     assert "certified_losses.py:" in text
     # 8 ranks with 8 rows of 4 numbers of 8 bytes
-    assert f"each rank gathers {8 * 8 * C * 8:,} bytes of rows" in text
+    assert f"each rank gathers at most {8 * 8 * C * 8:,} bytes of rows" in text
 
 
 def test_what_is_sent_is_the_plan_of_the_global_loss() -> None:

@@ -36,6 +36,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "centred": lambda a, b, w: a - b.mean(0),
     "scaled": lambda a, b, w: a / (1 + b.square().sum(0, keepdim=True)),
     "standard": lambda a, b, w: (a - a.mean(0)) / (a.var(0, unbiased=False) + 1).sqrt(),
+    "normal": lambda a, b, w: F.batch_norm(a, None, None, training=True, weight=w[0], bias=b.mean(0)),
     "softmax": lambda a, b, w: a.softmax(1),
     "softmax of rows": lambda a, b, w: a.softmax(0) * len(b),
     "weighted": lambda a, b, w: a @ w,

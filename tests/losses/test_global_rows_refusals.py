@@ -85,6 +85,13 @@ def view_written_unseen(x: Tensor, y: Tensor) -> Tensor:
     return z.square().sum() * x.sum()
 
 
+def written_beside_a_copy(x: Tensor, y: Tensor) -> Tensor:
+    first = x[:2] * 1  # a row on a rank, or none
+    z = first.T.contiguous()
+    z[0] = 0
+    return z.sum() + first.sum()
+
+
 def written_after_view(x: Tensor, y: Tensor) -> Tensor:
     z = x.detach() * 1
     third = z[3]
@@ -152,6 +159,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a write into a view of copied rows": (every(view_written), "expected no write in place"),
     "an uncounted write into a view of copied rows": (every(view_written_unseen), "expected no write in place"),
     "a write below a view of copied rows": (every(written_after_view), "expected no write in place"),
+    "a write beside what one row makes no copy": (
+        every(written_beside_a_copy),
+        ("contiguous", "Whether its result is a copy depends on the number of rows"),
+    ),
     # what autograd would lose
     "a custom function": (every(lambda x, y: Squares.apply(x).sum()), "custom autograd.Function"),
     "a custom identity": (every(lambda x, y: Same.apply(x).mean()), "custom autograd.Function"),

@@ -46,6 +46,12 @@ from lightning_ddp_losses.errors import InputError, RankMismatchError
 _FINGERPRINT_BYTES = 3 * torch.float64.itemsize
 _FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _OWN_PACKAGES = ("torch", "lightning_ddp_losses")
+_COPIED = "This operator has copied rows of all ranks, so the write would be lost. Write into a clone, or before it."
+SHARED_OR_NOT = (
+    "Whether its result is a copy depends on the number of rows, so this rank would write into other memory than one process. "
+    "Write into a clone: .clone() in its place."
+)
+"""What to do where the memory of a result is not that of one process."""
 
 
 class Exchanged(NamedTuple):
@@ -73,6 +79,7 @@ class Watched(NamedTuple):
         operator: The operator that made it.
         line: The line of the loss.
         content: Fingerprint of a plain tensor on the CPU: a write through ``.data`` is not counted. Empty: it is not compared.
+        fix: What to do instead.
     """
 
     tensor: Tensor
@@ -80,6 +87,7 @@ class Watched(NamedTuple):
     operator: str
     line: str
     content: bytes
+    fix: str = _COPIED
 
 
 class RowsCall:
@@ -130,12 +138,12 @@ class RowsCall:
         content = host_bytes(_fingerprint(tensor)) if tensor.is_cpu else b""
         self._watched.append(Watched(tensor, tensor._version, operator, line_of_loss(), content))
 
-    def watch_rows(self, local: Tensor, operator: str) -> None:
+    def watch_rows(self, local: Tensor, operator: str, fix: str = _COPIED) -> None:
         """Make it an error, at the end of the call, to write into these rows."""
         key = id(local), local._version
         if key not in self._watched_rows:
             self._watched_rows.add(key)
-            self._watched.append(Watched(local, local._version, operator, line_of_loss(), b""))
+            self._watched.append(Watched(local, local._version, operator, line_of_loss(), b"", fix))
 
     def watch_argument(self, name: str, rows: Tensor) -> None:
         """Make it an error, at the end of the call, to write into this rank's rows of an argument."""
@@ -156,13 +164,13 @@ class RowsCall:
                     fix="Use the operator without the underscore, or write into a clone.",
                 )
         watched, self._watched = self._watched, []
-        for tensor, version, operator, line, content in watched:
+        for tensor, version, operator, line, content, fix in watched:
             if tensor._version != version or (content and host_bytes(_fingerprint(tensor)) != content):
                 raise InputError(
                     f"{self.title}: {operator}",
                     expected="no write in place into its result, or into the rows that it was made of",
                     got=f"one, after {line}",
-                    fix="This operator has copied rows of all ranks, so the write would be lost. Write into a clone, or before it.",
+                    fix=fix,
                 )
 
     def meet(self, what: str, line: str, must_match: dict[str, object], payload: bytes = b"") -> list[bytes]:

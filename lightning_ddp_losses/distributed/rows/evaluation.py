@@ -1,7 +1,7 @@
 """Evaluate a formula on the rows of all ranks, of which each rank holds its own (``GlobalRows``), with its exact value and gradient.
 
 The rules by operator are in files of their own: ``local`` (row by row), ``views``, ``sums``,
-``products`` and ``losses``. This file loads them. ``RULES`` has them all.
+``normalization``, ``products`` and ``losses``. This file loads them. ``RULES`` has them all.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch, match_requires_grad
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.rows import local, losses, products, sums, views
+from lightning_ddp_losses.distributed.rows import local, losses, normalization, products, sums, views
 from lightning_ddp_losses.distributed.rows.call import RowsCall, line_of_error
 from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
 from lightning_ddp_losses.distributed.rows.pending import PendingValue, close_call, plain_of
 from lightning_ddp_losses.distributed.rows.tensor import GlobalRows, memory_error
 from lightning_ddp_losses.errors import InputError
 
-RULE_FILES = (local, views, sums, products, losses)
+RULE_FILES = (local, views, sums, normalization, products, losses)
 """The files whose rules are in the table once this one is imported."""
 
 _FORM = struct.Struct("<q?")  # rows of a rank, and whether they need a gradient

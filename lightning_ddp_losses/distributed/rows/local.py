@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.rows.call import line_of_loss
+from lightning_ddp_losses.distributed.rows.call import SHARED_OR_NOT, line_of_loss
 from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
 from lightning_ddp_losses.distributed.rows.tensor import (
     NO_RULE,
@@ -169,8 +169,8 @@ def without_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def watch_memory(found: GlobalRows, rows: GlobalRows, operator: str) -> None:
     """Refuse writes where memory may be shared on this rank and not in one process, or the other way round."""
-    found._call.watch_rows(found._local, operator)
-    found._call.watch_rows(rows._local, operator)
+    found._call.watch_rows(found._local, operator, SHARED_OR_NOT)
+    found._call.watch_rows(rows._local, operator, SHARED_OR_NOT)
 
 
 @rule("local", "new_zeros new_ones new_full new_empty new_tensor")

@@ -23,6 +23,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.configuration import Configuration
+from lightning_ddp_losses.core.function_loss import as_module
 from lightning_ddp_losses.core.inputs import children_of, leaves, rebuild_nest
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
@@ -412,10 +413,6 @@ def _other_numbers(first: _Traced, second: _Traced) -> tuple[Reason, ...]:
 # ---------------------------------------------------------------------- what is sent
 
 
-class _FunctionLoss(nn.Module):
-    """A function as `GlobalBatchLoss` takes it: in the forward of a module."""
-
-
 def sent_for(loss: Any, tensors: Sequence[Tensor], rows: int) -> Sent:
     """Return what ``GlobalBatchLoss`` sends for a loss.
 
@@ -424,7 +421,7 @@ def sent_for(loss: Any, tensors: Sequence[Tensor], rows: int) -> Sent:
         tensors: Its arguments.
         rows: Rows of each rank.
     """
-    module = loss if isinstance(loss, nn.Module) else _FunctionLoss()
+    module = as_module(loss)
     try:
         refuse_unfit(module)
     except ConfigurationError as error:
@@ -437,6 +434,4 @@ def sent_for(loss: Any, tensors: Sequence[Tensor], rows: int) -> Sent:
     if evaluation in ("rows", "replicated"):
         gathered = RANKS * sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.ndim)
     shown = str(plan).partition("\ncompared:")[0]
-    if module is not loss:
-        shown += "\nGlobalBatchLoss takes a module: put the function into the forward of one."
     return Sent(evaluation, shown, RANKS, rows, gathered)

@@ -47,7 +47,8 @@ class Sent:
         text: The plan, as ``print(GlobalBatchLoss(loss).plan)`` shows it, or the refusal.
         ranks: Number of ranks that ``gathered_bytes`` is for.
         rows: Rows of each of them: those of the example.
-        gathered_bytes: Bytes of the rows that each rank holds after the gather. 0 if no rows are gathered.
+        gathered_bytes: Bytes of the rows that each rank holds after the gather. 0 if no rows are gathered. Of a function, the most that a
+            gather of its arguments takes: rows stay on their rank but where an operator needs those of all ranks.
     """
 
     evaluation: str
@@ -61,7 +62,8 @@ class Sent:
             return f"GlobalBatchLoss refuses this loss: {self.text}"
         moved = "no rows are gathered"
         if self.gathered_bytes:
-            moved = f"each rank gathers {self.gathered_bytes:,} bytes of rows"
+            limit = "at most " if self.evaluation == "rows" else ""
+            moved = f"each rank gathers {limit}{self.gathered_bytes:,} bytes of rows"
         return f"GlobalBatchLoss is exact for any ranks. {self.text}\n{self.ranks} ranks with {self.rows} rows each: {moved}."
 
 

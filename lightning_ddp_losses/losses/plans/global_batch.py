@@ -101,7 +101,10 @@ class LossPlan:
         evaluation = self.modes[0]
         sent = {"elements": "sums and divisors", "moments": "sums of D x D products"}.get(evaluation, "all rows")
         lines = [f"evaluation: {evaluation}, cheapest of the exact ones ({', '.join(self.modes)})"]
-        if evaluation == "rows":
+        if evaluation == "rows" and not self.is_pml:
+            sent = "sums over rows, and the rows that an operator needs of all ranks"
+            lines.append("    operator by operator, as global_rows")
+        elif evaluation == "rows":
             tiles = "by pytorch-metric-learning's formula, some anchors at a time"
             if self.tiles is not None:
                 tiles = f"in tiles{' of a symmetric matrix' if self.tiles.symmetric else ''}"

@@ -95,6 +95,10 @@ class SampleLayout(NamedTuple):
             views.setdefault(next(iter(values)), self.first_views)
         return self._replace(views=views, first_views=None)
 
+    def has_views(self) -> bool:
+        """Return whether an argument has several views."""
+        return any(number > 1 for number in (self.first_views or 1, *self.views.values()))
+
     def refuse_views(self, title: str) -> None:
         """Refuse views in a call whose rows stay on their rank: the rows of all ranks are then rank by rank.
 

@@ -1,0 +1,267 @@
+"""`GlobalBatchLoss` of a plain function: as of a module, in value, gradient, copies, names and refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify
+from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
+from tests.lightning_ranks import QUIET, make_trainer
+from tests.oracle import assert_close, graded, own
+
+ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
+
+
+def dice(logits: Tensor, target: Tensor) -> Tensor:
+    chances = logits.sigmoid()
+    return 1 - 2 * (chances * target).sum() / (chances + target).sum()
+
+
+def identity(rows: Tensor) -> Tensor:
+    return rows
+
+
+def scaled_spread(rows: Tensor, target: Tensor, *, scale: float) -> Tensor:
+    return scale * (rows - target).std(0).square().sum() + rows.mean(0).exp().sum()
+
+
+class Covariance:
+    """A callable object with an option and a weight that belongs to the model."""
+
+    def __init__(self, power: int) -> None:
+        self.power = power
+
+    def __call__(self, rows: Tensor, target: Tensor) -> Tensor:
+        return (rows.T @ target / len(rows)).pow(self.power).sum()
+
+
+class Model(nn.Module):
+    """A model that computes its loss by a method, with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 2).double()
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.5]).double())
+
+    def contrast(self, rows: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy((rows * self.scale) @ target.T, torch.arange(len(rows)))
+
+
+FUNCTIONS: dict[str, Callable[[Model], Callable[..., Tensor]]] = {
+    "dice": lambda model: dice,
+    "torch's": lambda model: F.mse_loss,
+    "<lambda>": lambda model: lambda rows, target: (rows * target).mean(0).square().sum(),
+    "scaled_spread": lambda model: functools.partial(scaled_spread, scale=2.0),
+    "Covariance": lambda model: Covariance(2),
+    "contrast": lambda model: model.contrast,
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(7, 3, generator=generator).double(), torch.rand(7, 2, generator=generator).double()
+
+
+def trained(kind: str, part: slice | None, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The value and the gradients, of all ranks or of one process."""
+    model = Model()
+    rows, target = batch()
+    if part is None:
+        return graded(FUNCTIONS[kind](model)(model.layer(rows), target), net=model)
+    loss = GlobalBatchLoss(FUNCTIONS[kind](model), **options)
+    wrapped = nn.parallel.DistributedDataParallel(model.layer)
+    found = graded(loss(wrapped(rows[part]), target[part]), net=model)
+    scale = model.scale.grad
+    if scale is not None:  # is not in the wrapped model
+        dist.all_reduce(scale)
+        scale /= dist.get_world_size()
+    return found
+
+
+def on_ranks(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    return trained(kind, own(ROWS[dist.get_world_size()]), options)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "replicated"}, {"backward": "sum"}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_process(pool: RankPool, world_size: int, options: dict[str, Any]) -> None:
+    for kind in FUNCTIONS:
+        (oracle,) = pool.run(1, trained, kind, None, options, distributed=False)
+        for found in pool.run(world_size, on_ranks, kind, options):
+            assert_close(found, oracle)
+
+
+@each_rank(2)
+def test_auto_moves_no_row_of_a_function() -> None:
+    loss = GlobalBatchLoss(dice)
+    assert loss.exact_modes() == ("rows", "replicated")
+    assert repr(loss) == "GlobalBatchLoss(\n  mode='auto' (rows)\n  (loss): FunctionLoss(dice)\n)"
+    assert "sent: sums over rows" in str(loss.plan)
+
+
+@each_rank(2)
+def test_views_are_gathered() -> None:
+    def agreement(rows: Tensor) -> Tensor:
+        first, second = rows.chunk(2)
+        return (first * second).sum(1).square().mean()
+
+    whole = torch.arange(24.0).view(2, 4, 3).double().sin()
+    mine = whole[:, own([1, 3])].flatten(0, 1)
+    assert_close({"value": GlobalBatchLoss(agreement, views=2)(mine)}, {"value": agreement(whole.flatten(0, 1))})
+
+
+@each_rank(2)
+def test_a_copy_and_a_pickle_compute_the_same() -> None:
+    rows, target = batch()
+    part, logits = own(ROWS[2]), rows[:, :2]
+    for function in (dice, functools.partial(scaled_spread, scale=2.0), Covariance(3)):
+        loss = GlobalBatchLoss(function)
+        expected = {"value": function(logits, target)}
+        assert loss.state_dict() == {}
+        for made in (loss, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
+            assert_close({"value": made(logits[part], target[part])}, expected)
+
+
+def local_labels() -> float:
+    labels = torch.arange(dist.get_rank(), dist.get_rank() + 3).double()
+    return float(GlobalBatchLoss(lambda rows: (rows * labels).sum())(torch.ones(2, 3).double()))
+
+
+def with_another_option() -> float:
+    power = 2 + dist.get_rank()
+    return float(GlobalBatchLoss(lambda rows: rows.pow(power).mean(0).sum())(torch.ones(2, 3).double()))
+
+
+def with_another_option_of_a_part() -> float:
+    function = functools.partial(scaled_spread, scale=1.0 + dist.get_rank())
+    return float(GlobalBatchLoss(function)(torch.randn(2, 3).double(), torch.ones(2, 3).double()))
+
+
+def with_another_function() -> float:
+    function = dice if dist.get_rank() else F.mse_loss
+    return float(GlobalBatchLoss(function)(torch.rand(2, 3).double(), torch.rand(2, 3).double()))
+
+
+def rows_as_result() -> float:
+    return float(GlobalBatchLoss(functools.partial(F.mse_loss, reduction="none"))(torch.ones(2), torch.ones(2)))
+
+
+def failing_on_one_rank() -> float:
+    def odd(rows: Tensor) -> Tensor:
+        if dist.get_rank():
+            raise ValueError("odd rows")
+        return rows.mean()
+
+    return float(GlobalBatchLoss(odd)(torch.ones(2, 3)))
+
+
+REFUSED: dict[Callable[[], float], str] = {
+    local_labels: "the same values on every rank",
+    with_another_option: "configuration",
+    with_another_option_of_a_part: "configuration",
+    with_another_function: "every rank",
+    rows_as_result: "values that are equal on all ranks",
+    failing_on_one_rank: "odd rows",
+}
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)
+def test_what_differs_is_an_error_on_every_rank(pool: RankPool, call: Callable[[], float]) -> None:
+    for error in pool.errors(2, call):
+        assert REFUSED[call] in error.message
+
+
+@each_rank(2)
+def test_errors_name_the_function() -> None:
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Tensor) -> Tensor:
+            return rows.exp()
+
+    def custom(rows: Tensor) -> Tensor:
+        return Exponential.apply(rows).sum()
+
+    with pytest.raises(DDPLossError, match=r"autograd\.Function") as caught:
+        GlobalBatchLoss(custom)(torch.ones(2))
+    assert "mode='replicated'" in str(caught.value)
+    assert float(GlobalBatchLoss(custom, mode="replicated")(torch.zeros(2))) == 4
+    with pytest.raises(InputError, match=r"GlobalBatchLoss\(identity\): result"):
+        GlobalBatchLoss(identity)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.MSELoss, "Make an instance"),
+        ("dice", "Give the function that computes the loss"),
+        (None, "Give the function that computes the loss"),
+        (nn.Linear(2, 2).forward, "Give the module"),
+    ],
+    ids=["a class", "a name", "nothing", "a forward"],
+)
+def test_what_is_no_loss(loss: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        GlobalBatchLoss(loss)
+
+
+@pytest.mark.parametrize("mode", ["elements", "moments"])
+def test_modes_of_other_losses(mode: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"GlobalBatchLoss\(dice\): mode"):
+        GlobalBatchLoss(dice, mode=mode)
+
+
+def test_a_certificate_says_what_is_sent() -> None:
+    sent = certify(dice, torch.rand(8, 2), torch.rand(8, 2)).sent
+    assert sent.evaluation == "rows"
+    assert "sums over rows" in str(sent)
+    assert "at most" in str(sent)
+
+
+class Fit(pl.LightningModule):
+    """Trains on a batch Dice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Model().layer.float()
+        self.loss = GlobalBatchLoss(dice)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        rows, target = batch
+        return self.loss(self.net(rows), target)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def fitted() -> dict[str, Tensor]:
+    """Train for three steps on the rows of one batch, of all ranks or in one process."""
+    model = Fit()
+    rows, target = (each.float()[:6] for each in batch())
+    if dist.is_initialized():
+        trainer = make_trainer("ddp_losses", max_epochs=3)
+        part = own([3, 3])
+        rows, target = rows[part], target[part]
+    else:
+        trainer = pl.Trainer(accelerator="cpu", devices=1, **(QUIET | {"max_epochs": 3}))
+    data = torch.utils.data.TensorDataset(rows, target)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=len(rows)))
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_a_fit(pool: RankPool) -> None:
+    (oracle,) = pool.run(1, fitted, distributed=False)
+    for found in pool.run(2, fitted):
+        assert_close(found, oracle, rtol=1e-6)
