@@ -21,6 +21,7 @@ Layout. Imports go down only (``tests/test_layers.py``):
 | ``requirements`` | versions of what is installed, read before anything of it is imported |
 | ``core`` | knowledge of one rank: precision, autograd graph, inputs, modules and their patched methods, the reader of ``faults.yaml`` |
 | ``distributed`` | joint work of ranks: groups, the handshake before every collective, collectives, shards, fingerprints |
+| ``randomness`` | dropout, noise and other draws of W ranks that are those of one process |
 | ``samplers`` | batches that make up the batch of one process together, and predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |
 | ``metrics`` | torchmetrics with one exchange for all states, with a graph or for evaluation |
@@ -38,7 +39,8 @@ Layout. Imports go down only (``tests/test_layers.py``):
 The manual is ``ddp-losses explain`` in a terminal, and HTML after ``nox -s docs``: a page for each fault, host, peer and kind of reader,
 and the numbers. Names below the top level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``,
 ``lightning_ddp_losses.sharding``, ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``,
-``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``,
+``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.randomness``,
+``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``,
 ``lightning_ddp_losses.audit``, ``lightning_ddp_losses.testing`` and ``lightning_ddp_losses.cli``.
 
 ``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
@@ -106,6 +108,7 @@ from lightning_ddp_losses.losses import (
 )
 from lightning_ddp_losses.metrics import DifferentiableMetric, EmbeddingRetrieval, differentiable, synced
 from lightning_ddp_losses.microbatch import microbatched
+from lightning_ddp_losses.randomness import global_randomness
 from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
 from lightning_ddp_losses.strategies import (
     DDPLossStrategy,
@@ -158,6 +161,7 @@ __all__ = [
     "differentiable",
     "gather_predictions",
     "global_mean",
+    "global_randomness",
     "global_rows",
     "microbatched",
     "parity",

@@ -23,6 +23,7 @@ LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("requirements",), {"packaging"}),
     (("core",), TORCH | {"yaml"}),  # the table of faults is a file of YAML
     (("distributed", "collectives", "sharding"), TORCH),
+    (("randomness",), TORCH),
     (("samplers",), TORCH | {"lightning"}),
     (("losses", "metrics", "layers", "strategies", "microbatch"), TRAINING),
     (("ssl", "integrations"), TRAINING | {"sentence_transformers", "transformers"}),  # a host in its own file

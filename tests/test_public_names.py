@@ -50,6 +50,7 @@ PINNED = [
     "differentiable",
     "gather_predictions",
     "global_mean",
+    "global_randomness",
     "global_rows",
     "microbatched",
     "parity",

@@ -37,6 +37,7 @@ PLACES = (
     f"{PACKAGE}.losses",
     f"{PACKAGE}.metrics",
     f"{PACKAGE}.layers",
+    f"{PACKAGE}.randomness",
     f"{PACKAGE}.samplers",
     f"{PACKAGE}.strategies",
     f"{PACKAGE}.ssl",

@@ -376,6 +376,23 @@ def call_after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+@contextlib.contextmanager
+def in_backward(mode: AbstractContextManager[object]) -> Iterator[None]:
+    """Enter a torch function mode in each backward that begins inside the block. Torch suspends it there, and offers no way to keep it."""
+    engine: Any = torch.autograd
+    run = engine._engine_run_backward
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    engine._engine_run_backward = run_in_mode
+    try:
+        yield
+    finally:
+        engine._engine_run_backward = run
+
+
 def graph_task_id() -> int:
     """Return the number of the backward that runs in this thread, -1 outside of one."""
     return torch._C._current_graph_task_id()
@@ -394,6 +411,10 @@ def function_of_node(node: Any) -> type | None:
 def operator_schema(function: Any) -> Any:
     """Return the schema of an operator that a dispatch mode sees. Torch gives it no public name."""
     return function._schema
+
+
+MemoryReference = StorageWeakRef
+"""Refers weakly to the memory of a tensor. Two are equal that refer to the same memory."""
 
 
 def memory_reference(tensor: Tensor) -> StorageWeakRef | None:

@@ -81,6 +81,11 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             first that runs out. Rank 0 lists once the batches that are left out. ``"join"``: ranks that ran out go on with batches of 0
             rows until all are done. That is exact if every loss is over the rows of all ranks. Any other loss, and plain batch norm, is
             an error on every rank at the first empty batch, before its gradient is reduced.
+        randomness: ``"rank"``: each rank draws dropout and noise from its generators, which ``seed_everything`` puts into one state on all
+            ranks. ``"global"``: in ``training_step`` and backward they are the numbers that one process draws for all rows
+            (``global_randomness``). The rows are in dimension 0 of every tensor of the batch. Steps have generators of their own, which
+            begin with the run's seed and are in the checkpoint, so another number of ranks continues with the same numbers. What cannot
+            be drawn so is the same error on every rank, with the user's line. One handshake at the beginning of a step and one at its end.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -132,6 +137,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         use_global_sampler: bool = False,
         evaluation: Literal["exact", "padded"] = "exact",
         uneven: Literal["error", "join", "stop"] = "error",
+        randomness: Literal["rank", "global"] = "rank",
         **ddp_kwargs: Any,
     ) -> None:
         options = LossOptions.from_arguments({**locals(), **ddp_setup.without_defaults(ddp_kwargs)})

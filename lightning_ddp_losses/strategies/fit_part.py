@@ -16,6 +16,7 @@ off is not in the list, and a hook that a part does not override does not cost a
 | ``before_step`` | before each ``training_step``, on every rank |
 | ``training_step`` | around each ``training_step`` |
 | ``before_backward`` | before each backward, with the value that is back-propagated |
+| ``backward_pass`` | around each backward |
 | ``on_gradients_reduced`` | after a synchronising backward, before the hooks ``on_after_backward`` |
 | ``evaluation_step`` | around each step of validation, test and prediction |
 | ``state_dict``, ``load_state_dict`` | a checkpoint of the fit is saved or loaded |
@@ -47,9 +48,15 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "use_global_sampler": (True, False),
     "evaluation": ("exact", "padded"),
     "uneven": ("error", "join", "stop"),
+    "randomness": ("rank", "global"),
 }
 _MAY_DIFFER = ("timeout", "start_method")  # how a node waits and starts its processes changes no gradient
-_NEED_LOSSES = {"accumulation": "mean", "use_global_sampler": False, "uneven": "error"}  # with their defaults
+_NEED_LOSSES = {
+    "accumulation": "mean",
+    "use_global_sampler": False,
+    "uneven": "error",
+    "randomness": "rank",
+}  # with their defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,7 @@ class LossOptions:
     use_global_sampler: bool = False
     evaluation: str = "exact"
     uneven: str = "error"
+    randomness: str = "rank"
     texts: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -288,6 +296,10 @@ class FitPart:
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return the value that is back-propagated."""
         return loss
+
+    def backward_pass(self) -> AbstractContextManager[None]:
+        """Return the context of a backward."""
+        return nullcontext()
 
     def on_gradients_reduced(self) -> None:
         """Look at gradients that are those of all ranks now."""

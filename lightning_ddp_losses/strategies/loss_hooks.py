@@ -226,6 +226,12 @@ class LossHooks(HostStrategy):
         inside the autocast of ``training_step``. There even the losses' wide values would come back in halves: it is off here,
         as it is in automatic optimisation.
         """
+        if self._losses.has("backward_pass"):
+            with self._losses.around("backward_pass"):
+                return self._run_backward(closure_loss, optimizer, *args, **kwargs)
+        return self._run_backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _run_backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         plugin, module = self.precision_plugin, self._losses.module
         closure_loss = self._losses.change("before_backward", closure_loss)
         devices = ("cpu", self.root_device.type) if self._losses.parts else ()

@@ -50,6 +50,7 @@ from lightning_ddp_losses.strategies.interruptions import Interruptions
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds, named_tensors
 from lightning_ddp_losses.strategies.loss_forward import Adoption, CallCheck, LossCalls, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ModelReduction, ReducedParameters
+from lightning_ddp_losses.strategies.randomness import StepRandomness
 from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.shards import Shards
 from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows
@@ -67,6 +68,7 @@ PARTS: tuple[type[FitPart], ...] = (
     ModelReduction,
     LightningWindows,
     Interruptions,
+    StepRandomness,
 )
 """Features of any strategy, in the order of their hook calls."""
 
@@ -128,6 +130,10 @@ class LossParallelism(Fit):
         """Call a hook of all parts that have it."""
         for own in self._hooks[hook]:
             own(*args)
+
+    def has(self, hook: str) -> bool:
+        """Return whether a part has a hook."""
+        return bool(self._hooks[hook])
 
     def change(self, hook: str, value: Any) -> Any:
         """Return a value after the parts that have this hook have changed it, one after the other."""

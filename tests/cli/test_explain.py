@@ -155,6 +155,11 @@ def test_sections_of_a_docstring() -> None:
         ("loss is nan", "ddp-losses explain F79"),
         ("hangs", "ddp-losses explain hang: "),
         ("teacher", "ddp-losses explain migrate distillation"),
+        ("dropout", "ddp-losses explain global_randomness"),
+        ("noise", "ddp-losses explain global_randomness"),
+        ("seed", "ddp-losses explain global_randomness"),
+        ("diffusion", "ddp-losses explain global_randomness"),
+        ("gan", "ddp-losses explain global_randomness"),
     ],
 )
 def test_an_unknown_topic_names_what_is_near(topic: str, near: str) -> None:

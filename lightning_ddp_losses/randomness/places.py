@@ -1,0 +1,147 @@
+"""`RowPlace` and `Mark`: where the rows of the batch are in a tensor of a step.
+
+A tensor of ``B`` local rows is often laid out with the rows first, as ``(B, D)``. It may be ``(T, B, D)`` too, ``(B * H, T, T)`` in
+attention, or ``(2 * B, D)`` after two views were concatenated. In one process the same tensor has ``G`` rows in the same place.
+
+A rank has two rows or more, or none. With one row, sizes and strides do not tell what counts rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RowPlace(NamedTuple):
+    """A dimension of size ``outer * B * inner`` that counts the rows.
+
+    Attributes:
+        dim: The dimension.
+        outer: Number of blocks of all rows, one after the other (two views: 2).
+        inner: Number of entries of each row next to each other (heads).
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+
+class Mark(NamedTuple):
+    """What is known of a tensor.
+
+    Attributes:
+        place: Where the rows are. None if no dimension is known to count them.
+        is_lost: Whether rows may be in it in an unknown place or another order.
+        is_drawn: Whether its values come from draws only.
+        is_summed: Whether draws of this rank's rows were summed in it.
+    """
+
+    place: RowPlace | None = None
+    is_lost: bool = False
+    is_drawn: bool = False
+    is_summed: bool = False
+
+
+WITHOUT_ROWS = Mark()
+LOST = Mark(is_lost=True)
+
+
+class Rows(NamedTuple):
+    """The rows of this rank among those of all ranks.
+
+    Attributes:
+        local: Number of rows of this rank.
+        start: Number of rows of the ranks before it.
+        total: Number of rows of all ranks.
+    """
+
+    local: int
+    start: int
+    total: int
+
+
+def whole_shape(shape: Sequence[int], place: RowPlace, total: int) -> list[int]:
+    """Return the shape in one process with so many rows."""
+    whole = list(map(int, shape))
+    whole[place.dim] = place.outer * total * place.inner
+    return whole
+
+
+def own_part(whole: Tensor, place: RowPlace, rows: Rows) -> Tensor:
+    """Return this rank's rows of a tensor of all rows, as a view where possible."""
+    if place.outer == 1:
+        return whole.narrow(place.dim, rows.start * place.inner, rows.local * place.inner)
+    blocks = _blocks(whole, place, rows.total)
+    own = blocks.narrow(place.dim + 1, rows.start * place.inner, rows.local * place.inner)
+    return own.flatten(place.dim, place.dim + 1)
+
+
+def put_own_(whole: Tensor, own: Tensor, place: RowPlace, rows: Rows) -> None:
+    """Write this rank's rows into a tensor of all rows."""
+    blocks = _blocks(whole, place, rows.total)
+    target = blocks.narrow(place.dim + 1, rows.start * place.inner, rows.local * place.inner)
+    target.copy_(_blocks(own, place, rows.local))
+
+
+def _blocks(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
+    """Return a tensor with one more dimension, for the blocks of all rows."""
+    shape = list(tensor.shape)
+    shape[place.dim : place.dim + 1] = [place.outer, rows * place.inner]
+    strides = list(tensor.stride())
+    step = strides[place.dim]
+    strides[place.dim : place.dim + 1] = [step * rows * place.inner, step]
+    return tensor.as_strided(shape, strides)
+
+
+def empty_whole(like: Tensor, place: RowPlace, total: int) -> Tensor:
+    """Return memory for all rows, in the order of memory that ``like`` has.
+
+    A generator fills memory in its order, so a transposed tensor must be drawn transposed.
+    """
+    order = memory_order(like)
+    shape = whole_shape(like.shape, place, total)
+    memory = like.new_empty([shape[dim] for dim in order])
+    return memory.permute([order.index(dim) for dim in range(like.ndim)])
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """Return the dimensions of a tensor, the outermost in memory first. A dimension of size 1 is an inner one."""
+    strides, shape = tensor.stride(), tensor.shape
+    return sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], shape[dim] == 1))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether each place in a tensor's memory belongs to exactly one element."""
+    step = 1
+    for dim in reversed(memory_order(tensor)):
+        if tensor.shape[dim] == 1:
+            continue
+        if tensor.stride(dim) != step:
+            return False
+        step *= tensor.shape[dim]
+    return True
+
+
+def place_in_view(shape: Sequence[int], place: RowPlace, rows: int, new_shape: Sequence[int]) -> RowPlace | None:
+    """Return where the rows are after ``view``. None if no dimension counts them. With two rows or more it is at most one.
+
+    Args:
+        shape: Shape before.
+        place: Place of the rows before.
+        rows: Number of rows.
+        new_shape: Shape after.
+    """
+    before = math.prod(shape[: place.dim]) * place.outer
+    after = math.prod(shape[place.dim + 1 :]) * place.inner
+    for dim, size in enumerate(new_shape):
+        prefix, suffix = math.prod(new_shape[:dim]), math.prod(new_shape[dim + 1 :])
+        if not prefix or not suffix:
+            return None
+        outer, outer_rest = divmod(before, prefix)
+        inner, inner_rest = divmod(after, suffix)
+        if not outer_rest and not inner_rest and outer * rows * inner == size:
+            return RowPlace(dim, outer, inner)
+    return None

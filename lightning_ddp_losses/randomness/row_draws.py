@@ -1,0 +1,434 @@
+"""`RowDraws`: the mode of a step in which a draw with rows is this rank's part of the draw that one process makes for all rows.
+
+The mode sees each operator of forward, loss and backward. It follows the rows from the batch on (``rules``), draws for all rows where
+an operator draws for rows (``whole_draws``), and notes each draw, so that ranks can compare them. Whatever it cannot follow it refuses. A
+refusal is kept until the end of the step, where all ranks raise it: until then the operator draws on its own, and no rank is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, tensors_in, users_line
+from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
+from lightning_ddp_losses.randomness.row_sizes import RowCount, RowSizes
+from lightning_ddp_losses.randomness.row_table import RowTable
+from lightning_ddp_losses.randomness.rules import LostRowsError, OperatorCall, places_after
+from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
+from lightning_ddp_losses.randomness.whole_draws import (
+    CannotDrawError,
+    draw_own_part,
+    draws_nothing,
+    operator_name,
+    shape_drawn,
+)
+
+_NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, and it does not
+_OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_MAKES_SHAPE = {"expand", "repeat", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
+_VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
+_SPLITS = {"split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes"}
+_STRETCHES = {"expand", "repeat"}
+_REORDERS = {"index", "index_select", "take", "gather", "flip", "roll", "slice", "select", "split", "unbind", "sort"}
+_READS_NUMBERS = {"_local_scalar_dense", "item"}
+
+
+class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operators of a step.
+
+    Args:
+        rows: Rows of this rank among those of all ranks.
+
+    Attributes:
+        notes: The draws so far.
+        refusals: What cannot be as it is in one process.
+        sharing: Whether draws are declared to be the same for all rows.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows = rows
+        self._table = RowTable()
+        self._sizes = RowSizes(self.mark_of)
+        self._sizes.reads_draws = self._refuse_reading
+        self._sizes.shares_memory = self._table.lose_
+        self._device = device_of_draws()
+        self._states = [torch_states(self._device)] * 2  # after the last draw of forward, and after the last draw
+        self._has_shared = False
+        self.notes: list[DrawNote] = []
+        self.refusals: list[Refusal] = []
+        self.sharing = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """See the operators inside the block. A rank without rows draws nothing that anybody uses, and runs without the mode."""
+        if not self._rows.local:
+            yield
+            return
+        # a checkpointed layer runs again in backward
+        with self._sizes, compat.in_backward(self._sizes), self:
+            yield
+        self._compare_state(torch_states(self._device), "the end of the step")
+        if self._sizes.use.branch:
+            self.refuse(
+                f"a comparison {self._sizes.use.branch} of the number of rows",
+                "a branch on this rank's number of rows, which in one process is that of all ranks",
+                "Let nothing in the step depend on the number of rows.",
+            )
+
+    def digest(self) -> bytes:
+        """Return a hash of what was drawn, equal on all ranks with rows that draw the same."""
+        text = "\n".join(note.what for note in self.notes)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def mark(self, tensor: Tensor, mark: Mark) -> None:
+        """Say where the rows of a tensor are."""
+        self._table.write_(tensor, mark)
+
+    def mark_of(self, tensor: Tensor) -> Mark:
+        """Return where the rows of a tensor are."""
+        known = self._table.read(tensor)
+        if known is not None:
+            return known
+        # a tensor from outside of the step
+        known = WITHOUT_ROWS
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if not is_parameter and any(self._sizes.may_count_rows(size, self._rows.local) for size in tensor.shape):
+            known = LOST
+        self._table.write_(tensor, known)
+        return known
+
+    def refuse(self, what: str, got: str, fix: str) -> None:
+        """Note something that cannot be as it is in one process."""
+        self.refusals.append(Refusal(what, got, fix))
+
+    def begin_sharing(self) -> None:
+        """Let draws be the same for all rows."""
+        self.sharing = True
+
+    def end_sharing(self) -> None:
+        """Let draws have rows again."""
+        self.sharing = False
+        self._has_shared = True
+
+    # ------------------------------------------------------------------ operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, self._sizes.is_paused = self._sizes.is_paused, True
+        try:
+            return self._run_operator(func, args, kwargs or {})
+        finally:
+            self._sizes.is_paused = before
+
+    def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in((args, kwargs))
+        marks = [self.mark_of(tensor) for tensor in tensors]
+        if func.namespace in _OF_COLLECTIVES:
+            if any(mark.place is not None or mark.is_lost for mark in marks):
+                for tensor in tensors:
+                    self._table.lose_(tensor)
+            return func(*args, **kwargs)
+        if self._draws(func, args, kwargs):
+            return self._draw(func, args, kwargs, tensors, marks)
+        result = func(*args, **kwargs)
+        outputs = tensors_in(result)
+        if outputs:
+            self._follow(func, args, kwargs, tensors, marks, outputs)
+        elif any(mark.is_summed for mark in marks) and compat.graph_task_id() == -1:
+            self._refuse_reading(operator_name(func))
+        return result
+
+    def _draws(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return False
+        return operator_name(func) not in _NAMES_OF_CHOICES and not draws_nothing(func, args, kwargs)
+
+    def _follow(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: Sequence[Tensor],
+        marks: Sequence[Mark],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        """Mark the results of an operator."""
+        name = operator_name(func)
+        with_rows = [mark for mark in marks if mark.place is not None or mark.is_lost]
+        is_drawn = any(mark.is_drawn for mark in marks) and all(mark.is_drawn for mark in with_rows)
+        is_summed = any(mark.is_summed for mark in marks)
+        if is_summed and with_rows:
+            self._refuse_sum(name)
+        if not with_rows:
+            mark = self._mark_by_size(name, func, tensors, outputs[0].shape)
+            for output in outputs:
+                self._table.write_(output, mark._replace(is_drawn=is_drawn, is_summed=is_summed))
+            return
+        places: list[RowPlace | None] | None = None
+        if not any(mark.is_lost for mark in marks):
+            places = self._places(name, func, args, kwargs, tensors, marks, outputs)
+        if places is not None:
+            for output, place in zip(outputs, places, strict=True):
+                self._table.write_(output, Mark(place, is_drawn=is_drawn, is_summed=is_drawn and place is None))
+            return
+        self._lose(name, func, marks, outputs)
+
+    def _refuse_sum(self, name: str) -> None:
+        """Refuse a mean of this rank's draws next to rows: in one process it is a mean over the rows of all ranks."""
+        if compat.graph_task_id() == -1:
+            self.refuse(
+                f"{name} at {users_line()}",
+                "a sum or mean over this rank's rows of draws, which goes back to the rows",
+                "Take means of draws within a row, or over the rows of all ranks (global_mean).",
+            )
+
+    def _lose(self, name: str, func: Any, marks: Sequence[Mark], outputs: Sequence[Tensor]) -> None:
+        """Mark results as lost. In forward, draws must not decide the order of rows."""
+        changes = compat.operator_schema(func).is_mutable
+        for output in outputs:
+            if changes:
+                self._table.lose_(output)
+            else:
+                self._table.write_(output, LOST)
+        is_in_backward = compat.graph_task_id() != -1
+        had_rows = any(mark.place is not None for mark in marks)
+        if is_in_backward or not had_rows:
+            return
+        if any(mark.is_drawn for mark in marks):
+            self.refuse(
+                f"{name} at {users_line()}",
+                "an operator that takes a draw, and that may mix or reorder rows, whose partners are on other ranks",
+                _MIXES,
+            )
+        elif self._has_shared and name in _REORDERS:
+            self.refuse(
+                f"{name} at {users_line()}",
+                "rows that are picked or reordered in a step that draws numbers for all rows, while their partners are on other ranks",
+                _MIXES,
+            )
+
+    def _places(
+        self,
+        name: str,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: Sequence[Tensor],
+        marks: Sequence[Mark],
+        outputs: Sequence[Tensor],
+    ) -> list[RowPlace | None] | None:
+        """Return where the rows are in the results. None if it is not known."""
+        places = {id(tensor): mark.place for tensor, mark in zip(tensors, marks, strict=True) if mark.place is not None}
+        call = OperatorCall(
+            name,
+            arguments_by_name(func, args, kwargs),
+            places,
+            outputs,
+            self._rows.local,
+            torch.Tag.pointwise in func.tags,
+        )
+        if name in _MAKES_SHAPE - {"expand", "repeat"}:
+            mark = self._mark_by_size(name, func, (), outputs[0].shape)
+            return None if mark.is_lost else [mark.place]
+        try:
+            found = places_after(call)
+        except LostRowsError:
+            return None
+        if self._sizes.given is not None and not self._sizes_agree(name, call, found):
+            return None
+        return found
+
+    def _sizes_agree(self, name: str, call: OperatorCall, found: Sequence[RowPlace | None]) -> bool:
+        """Return whether the sizes that the user gives say for certain that the rows are where they seem to be."""
+        if name in _VIEWS:
+            return self._fits_sizes(found[0], call.outputs[0].shape)
+        if name in _SPLITS:
+            place = next(iter(call.places.values()))
+            is_along_rows = place.dim == call.values.get("dim", 0) % call.values["self"].ndim
+            return not is_along_rows or all(type(size) is RowCount for size in self._sizes.given or ())
+        if name in _STRETCHES:
+            return self._stretches_no_rows(found[0], call.outputs[0].shape)
+        return True
+
+    def _stretches_no_rows(self, place: RowPlace | None, shape: Sequence[int]) -> bool:
+        """Return whether no number of rows is given for another dimension."""
+        given = self._sizes.given
+        if given is None or place is None:
+            return False
+        dim = place.dim - len(shape) + len(given)
+        others = [size for number, size in enumerate(given) if number != dim]
+        if any(isinstance(size, RowCount) for size in others):
+            return False
+        return not (
+            self._sizes.has_escaped() and any(self._sizes.may_count_rows(size, self._rows.local) for size in others)
+        )
+
+    def _fits_sizes(self, place: RowPlace | None, shape: Sequence[int]) -> bool:
+        """Return whether the sizes that the user gives a view say for certain that the rows are there."""
+        given = self._sizes.given
+        if given is None or place is None:
+            return False
+        dim = place.dim - len(shape) + len(given)
+        others = [size for number, size in enumerate(given) if number != dim and size is not None]
+        if any(isinstance(size, RowCount) for size in others):
+            return False
+        if not 0 <= dim < len(given) or given[dim] is None or isinstance(given[dim], RowCount):
+            return True
+        may_count_rows = any(self._sizes.may_count_rows(size, self._rows.local) for size in others)
+        return not may_count_rows and (given[dim] == -1 or -1 not in others)
+
+    def _mark_by_size(self, name: str, func: Any, tensors: Sequence[Tensor], shape: Sequence[int]) -> Mark:
+        """Return the mark of a result whose arguments have no rows. Its sizes may have been read from a tensor with rows."""
+        makes_shape = not tensors or name in _MAKES_SHAPE
+        if not makes_shape:
+            return WITHOUT_ROWS
+        declared = self._sizes.declared_dims()
+        if self._sizes.is_computed() or len(declared) > 1:
+            return LOST
+        if declared:
+            place = RowPlace(declared[0])
+            is_there = place.dim < len(shape) and shape[place.dim] == self._rows.local
+            given = self._sizes.given or ()
+            sizes = given if len(given) == len(shape) else shape
+            others = [size for dim, size in enumerate(sizes) if dim != place.dim]
+            has_doubt = self._sizes.has_escaped() and any(
+                self._sizes.may_count_rows(size, self._rows.local) for size in others
+            )
+            return Mark(place) if is_there and not has_doubt else LOST
+        given = self._sizes.given or ()
+        sizes = given if len(given) == len(shape) else shape
+        if any(self._sizes.may_count_rows(size, self._rows.local) for size in sizes):
+            return LOST
+        return WITHOUT_ROWS
+
+    # ------------------------------------------------------------------ draws
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], marks: list[Mark]) -> Any:
+        name = operator_name(func)
+        line = users_line()
+        generator = kwargs.get("generator")
+        if generator is None:
+            self._compare_state(torch_states(self._device), f"{name} at {line}")
+        if tensors:
+            shape = list(tensors[0].shape)
+            dtype = str(tensors[0].dtype)
+            order = memory_order(tensors[0])
+        else:
+            shape = shape_drawn(func, args, kwargs) or []
+            dtype = str(kwargs.get("dtype"))
+            order = list(range(len(shape)))
+        place = self._place_drawn(name, func, tensors, marks, shape, line)
+        order = [dim for dim in order if shape[dim] != 1]
+        self._note(name, shape, place, order, dtype, generator, line)
+        result = self._run(func, args, kwargs, place, line)
+        for output in tensors_in(result):
+            self._table.write_(output, Mark(place, is_drawn=name != "native_dropout"))
+        self._states[1] = torch_states(self._device)
+        if compat.graph_task_id() == -1:
+            self._states[0] = self._states[1]
+        return result
+
+    def _place_drawn(
+        self, name: str, func: Any, tensors: Sequence[Tensor], marks: Sequence[Mark], shape: Sequence[int], line: str
+    ) -> RowPlace | None:
+        """Return where the rows are in a draw, None for a draw that is the same for all rows. Note a refusal if that is not certain."""
+        what = f"{name} of shape {tuple(map(int, shape))} at {line}"
+        if not tensors:
+            marks = [self._mark_by_size(name, func, (), shape)]
+            if name == "randperm" and self._sizes.given is not None:
+                marks = [self._mark_by_size(name, func, (), [int.__int__(size) for size in self._sizes.given])]
+        places = {mark.place for mark in marks if mark.place is not None}
+        is_lost = any(mark.is_lost for mark in marks)
+        if self.sharing:
+            if places or is_lost:
+                self.refuse(what, "a draw with rows inside of shared_draws()", "Draw it outside of shared_draws().")
+            return None
+        if name == "randperm":
+            self.refuse(what, "an order of rows, whose partners are on other ranks", _MIXES)
+            return None
+        if is_lost or len(places) > 1:
+            self.refuse(
+                what,
+                "rows that are not certain: a part of them, another order, or a size that is their number by chance",
+                _SAY,
+            )
+            return None
+        if not places:
+            self.refuse(what, "a draw that does not come from the batch", _SAY)
+            return None
+        if name == "randint" and any(isinstance(size, RowCount) for size in self._sizes.numbers):
+            self.refuse(what, "indices of rows, whose partners are on other ranks", _MIXES)
+        for tensor in tensors:
+            if not name.endswith("_like") and not is_dense(tensor):
+                self.refuse(
+                    what,
+                    "a draw into memory with gaps or shared elements",
+                    "Draw into a contiguous tensor, and copy it.",
+                )
+        return places.pop()
+
+    def _run(self, func: Any, args: Any, kwargs: Any, place: RowPlace | None, line: str) -> Any:
+        if place is None:
+            return func(*args, **kwargs)
+        try:
+            return draw_own_part(func, args, kwargs, place, self._rows)
+        except CannotDrawError as error:
+            self.refuse(f"{operator_name(func)} at {line}", error.got, error.fix)
+            return func(*args, **kwargs)
+
+    def _compare_state(self, state: Tensor, where: str) -> None:
+        """Refuse draws that no operator has made. Backward puts states back for layers that run again."""
+        if compat.graph_task_id() != -1 or any(torch.equal(state, each) for each in self._states):
+            return
+        self.refuse(
+            f"torch's generator before {where}",
+            "a state that no draw of the step has left: it was seeded, set, or drawn from in code that torch does not show",
+            "Seed and set no generator inside the step, and compile nothing that draws.",
+        )
+        self._states = [state] * 2
+
+    def _refuse_reading(self, name: str) -> None:
+        self.refuse(
+            f"{name} at {users_line()}",
+            "draws that become numbers of Python or numpy, which cannot be followed",
+            _LOG,
+        )
+
+    def _note(
+        self,
+        name: str,
+        shape: Sequence[int],
+        place: RowPlace | None,
+        order: Sequence[int],
+        dtype: str,
+        generator: Any,
+        line: str,
+    ) -> None:
+        sizes = [str(int(size)) for size in shape]
+        if place is not None:
+            sizes[place.dim] = "rows"
+            if place.outer > 1 or place.inner > 1:
+                sizes[place.dim] = f"{place.outer} x rows x {place.inner}"
+        what = f"{name}({', '.join(sizes)}) {dtype}"
+        if list(order) != sorted(order):
+            what += f", in memory by dimensions {list(order)}"
+        if generator is not None:
+            state = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=8).hexdigest()
+            what += f", from a generator in state {state}"
+        self.notes.append(DrawNote(what, line))
+
+
+_MIXES = "Draw the order for the rows of all ranks outside of the step and gather the rows, or let partners be parts of the same row."
+_LOG = "Log the tensor, or read it after the step. Let no number that was read from draws go back to the rows."
+_SAY = (
+    "Draw the shape of a tensor that comes from the batch (torch.randn_like(x)), or read the number of rows from its shape "
+    "(torch.randn(x.shape[0], 4)), not from len(x) or a constant. Say with_rows(tensor, dim) of a tensor before the draw, or draw numbers "
+    "that all rows share in a block shared_draws()."
+)

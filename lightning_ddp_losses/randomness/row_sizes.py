@@ -1,0 +1,292 @@
+"""`RowSizes`: sizes that are read from a tensor with rows remember that they count rows.
+
+``torch.rand(x.shape[0], 3)`` draws for rows, and ``torch.rand(8, 3)`` may do so by chance. Inside the mode, ``x.shape`` and ``x.size()``
+give an ``int`` for the rows that says so, and a tensor that is made with it has rows. ``len(x)`` is a plain number, as Python makes one of
+it: a draw of that size is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.randomness.notes import is_of_user
+from lightning_ddp_losses.randomness.places import Mark
+
+
+class SizeUse:
+    """What a step does with sizes.
+
+    Attributes:
+        has_escaped: Whether a number of rows became a plain number.
+        branch: A comparison that another number of rows may decide otherwise. Empty if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.has_escaped = False
+        self.branch = ""
+
+
+class OtherSize(int):
+    """A size that was read from a tensor with rows, and that does not count them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int.__int__(self),)
+
+
+class RowCount(int):
+    """A number of rows that was read from a tensor. What is computed from it is a ``RowProduct``."""
+
+    use: SizeUse
+
+    @classmethod
+    def of(cls, value: int, use: SizeUse) -> RowCount:
+        """Return a number that notes what is done with it."""
+        count = cls(value)
+        count.use = use
+        return count
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int.__int__(self),)
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+    _largest_harmless = 1  # with two rows or more, all ranks and one process have more than this
+
+    def _compare(self, other: Any, sign: str, value: Any) -> Any:
+        is_size = isinstance(other, (RowCount, OtherSize))
+        is_number = isinstance(other, (int, float)) and not is_size
+        if is_number and other > self._largest_harmless and _user_compares():
+            self.use.branch = f"{int.__int__(self)} {sign} {other}"
+        return value
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(other, "<", int.__lt__(self, other))
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(other, "<=", int.__le__(self, other))
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(other, ">", int.__gt__(self, other))
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(other, ">=", int.__ge__(self, other))
+
+    def __eq__(self, other: Any) -> Any:
+        return self._compare(other, "==", int.__eq__(self, other))
+
+    def __ne__(self, other: Any) -> Any:
+        return self._compare(other, "!=", int.__ne__(self, other))
+
+    def __int__(self) -> int:
+        self.use.has_escaped = True
+        return int.__int__(self)
+
+    def __float__(self) -> float:
+        self.use.has_escaped = True
+        return int.__float__(self)
+
+
+class RowProduct(RowCount):
+    """A number that was computed from a number of rows. Another number of rows may decide any comparison of it otherwise."""
+
+    _largest_harmless = -(1 << 62)
+
+    def __bool__(self) -> bool:
+        return bool(self._compare(0, "!=", int.__bool__(self)))
+
+
+def _computed(name: str) -> Callable[[RowCount, Any], Any]:
+    operation = getattr(int, name)
+
+    def compute(self: RowCount, *others: Any) -> Any:
+        value = operation(self, *others)
+        if type(value) is int:
+            return RowProduct.of(value, self.use)
+        self.use.has_escaped = True
+        return value
+
+    return compute
+
+
+for _name in (
+    *("__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__rsub__", "__floordiv__", "__rfloordiv__", "__mod__"),
+    *("__rmod__", "__pow__", "__rpow__", "__neg__", "__pos__", "__abs__", "__truediv__", "__rtruediv__", "__and__"),
+    *("__or__", "__xor__", "__lshift__", "__rshift__", "__invert__", "__trunc__", "__round__", "__divmod__"),
+):
+    setattr(RowCount, _name, _computed(_name))
+
+
+def _user_compares() -> bool:
+    """Return whether the comparison that asks is in the user's code: three frames up."""
+    frame: Any = inspect.currentframe()
+    for _ in range(3):
+        if frame is not None:
+            frame = frame.f_back
+    return frame is not None and is_of_user(frame)
+
+
+class RowSizes(TorchFunctionMode):
+    """Marks sizes that are read from tensors with rows, and notes those with which a tensor is made.
+
+    Args:
+        mark_of: Returns the mark of a tensor.
+
+    Attributes:
+        use: What the step does with sizes.
+        is_paused: Whether sizes are read by the code that follows the rows.
+        given: Sizes of a shape that the user's call gives. None outside of such a call.
+        numbers: All numbers of such a call.
+        reads_draws: Called for a call that reads draws into Python.
+        shares_memory: Called for a tensor whose memory other code may write.
+    """
+
+    def __init__(self, mark_of: Callable[[Tensor], Mark]) -> None:
+        super().__init__()
+        self._mark_of = mark_of
+        self.use = SizeUse()
+        self.is_paused = False
+        self.given: tuple[Any, ...] | None = None
+        self.numbers: tuple[Any, ...] = ()
+        self.reads_draws: Callable[[str], None] | None = None
+        self.shares_memory: Callable[[Tensor], None] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is Tensor.shape:
+            return self._with_rows(args[0], func(*args, **kwargs))
+        if func is Tensor.size:
+            return self._size(func, args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _ESCAPES and isinstance(args[0], Tensor):
+            self._escape(name, args[0])
+        if name not in _MAKERS and name not in _DROP_CHANNELS:
+            return func(*args, **kwargs)
+        before = self.given, self.numbers
+        if name in _DROP_CHANNELS:
+            self.given = tuple(self._with_rows(args[0], args[0].shape)[:2])  # of the noise, one number for each channel
+        else:
+            self.given = _sizes_among(name, args, kwargs)
+        self.numbers = tuple(value for value in [*args, *kwargs.values()] if isinstance(value, int))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.given, self.numbers = before
+
+    def declared_dims(self) -> list[int]:
+        """Return the dimensions whose sizes were read from a tensor with rows, among those of the user's call."""
+        if self.given is None:
+            return []
+        return [dim for dim, size in enumerate(self.given) if type(size) is RowCount]
+
+    def is_computed(self) -> bool:
+        """Return whether a size of the user's call was computed from a number of rows."""
+        return self.given is not None and any(isinstance(size, RowProduct) for size in self.given)
+
+    def has_escaped(self) -> bool:
+        """Return whether a number of rows became a plain number. What runs again in backward was looked at in forward."""
+        return self.use.has_escaped and compat.graph_task_id() == -1
+
+    def may_count_rows(self, size: int, rows: int) -> bool:
+        """Return whether a number that was not read as a number of rows may be one."""
+        if isinstance(size, OtherSize):
+            return False
+        if self.has_escaped():
+            return size > 0 and size % rows == 0
+        return size == rows
+
+    def _with_rows(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
+        place = self._mark_of(tensor).place
+        if place is None:
+            return shape
+        sizes: list[int] = [OtherSize(size) for size in shape]
+        kind = RowCount if place.outer == place.inner == 1 else RowProduct
+        sizes[place.dim] = kind.of(shape[place.dim], self.use)
+        return torch.Size(sizes)
+
+    def _size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        size = func(*args, **kwargs)
+        if isinstance(size, torch.Size):
+            return self._with_rows(args[0], size)
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        if not isinstance(dim, int):
+            return size
+        return self._with_rows(args[0], args[0].shape)[dim]
+
+    def _escape(self, name: str, tensor: Tensor) -> None:
+        mark = self._mark_of(tensor)
+        if mark.place is not None or mark.is_lost:
+            self.use.has_escaped = self.use.has_escaped or name in _COUNTS
+        if mark.is_drawn and name in _READS and tensor.numel() > 1 and self.reads_draws is not None:
+            self.reads_draws(name)
+        if name in _SHARES and self.shares_memory is not None:
+            self.shares_memory(tensor)
+
+
+def _sizes_among(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the sizes among the arguments of a call that makes a tensor or a view. None stands for a size that stays."""
+    if name == "unflatten":
+        return _sizes_unflattened(*args, **kwargs)
+    for value in [*kwargs.values(), *reversed(args)]:
+        if isinstance(value, (tuple, list)):
+            return tuple(value)
+    return tuple(value for value in args if isinstance(value, int) and not isinstance(value, bool))
+
+
+def _sizes_unflattened(tensor: Tensor, dim: int, sizes: Sequence[Any]) -> tuple[Any, ...]:
+    dim %= tensor.ndim
+    return (*[None] * dim, *sizes, *[None] * (tensor.ndim - dim - 1))
+
+
+_COUNTS = {"__len__", "numel", "nelement", "stride", "tolist", "numpy", "nbytes", "ndimension"}
+_READS = {"tolist", "numpy", "__array__", "__iter__", "__dlpack__"}
+_SHARES = {"numpy", "__array__", "__dlpack__", "data_ptr"}
+_ESCAPES = _COUNTS | _READS | _SHARES
+
+_DROP_CHANNELS = {
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_alpha_dropout",
+    "feature_alpha_dropout_",
+    "feature_dropout",
+    "feature_dropout_",
+}
+
+_MAKERS = {
+    "view",
+    "reshape",
+    "unflatten",
+    "expand",
+    "broadcast_to",
+    "repeat",
+    "tile",
+    "split",
+    "split_with_sizes",
+    "unsafe_split",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "normal",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "linspace",
+    "eye",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+}

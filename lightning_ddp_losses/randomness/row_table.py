@@ -1,0 +1,66 @@
+"""`RowTable`: the marks of the tensors of a step, by memory and layout.
+
+A mark on a Python object would be lost, as autograd makes other objects over the same memory: views, saved tensors, detached inputs of a
+recomputed layer. The table refers to memory weakly. Memory that was freed and allocated again is other memory.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.randomness.places import LOST, Mark
+
+_Layout: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...]]"
+
+_FIRST_SWEEP = 1024
+
+
+class RowTable:
+    """The mark of each known tensor."""
+
+    def __init__(self) -> None:
+        self._by_memory: dict[compat.MemoryReference, dict[_Layout, Mark]] = {}
+        self._lost: set[compat.MemoryReference] = set()
+        self._sweep_at = _FIRST_SWEEP
+
+    def read(self, tensor: Tensor) -> Mark | None:
+        """Return the mark of a tensor. None if it has none."""
+        memory = compat.memory_reference(tensor)
+        if memory is None or memory in self._lost:
+            return LOST
+        layouts = self._by_memory.get(memory)
+        if layouts is None:
+            return None
+        known = layouts.get(_layout(tensor))
+        if known is None and any(mark.place is not None or mark.is_lost for mark in layouts.values()):
+            return LOST  # a view of rows that no operator has made
+        return known
+
+    def write_(self, tensor: Tensor, mark: Mark) -> None:
+        """Mark a tensor."""
+        memory = compat.memory_reference(tensor)
+        if memory is None or memory in self._lost:
+            return
+        self._by_memory.setdefault(memory, {})[_layout(tensor)] = mark
+        if len(self._by_memory) >= self._sweep_at:
+            self._sweep()
+
+    def lose_(self, tensor: Tensor) -> None:
+        """Mark all that is in a tensor's memory as lost."""
+        memory = compat.memory_reference(tensor)
+        if memory is not None:
+            self._lost.add(memory)
+
+    def _sweep(self) -> None:
+        """Remove memory that is gone."""
+        alive = {memory: found for memory, found in self._by_memory.items() if not memory.expired()}  # type: ignore[no-untyped-call]
+        self._by_memory = alive
+        self._lost = {memory for memory in self._lost if not memory.expired()}  # type: ignore[no-untyped-call]
+        self._sweep_at = max(_FIRST_SWEEP, 2 * len(alive))
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

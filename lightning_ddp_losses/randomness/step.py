@@ -1,0 +1,246 @@
+"""`RandomStep`: a step of all ranks whose random numbers are those of one process.
+
+At its beginning the ranks exchange their numbers of rows and start from the generators of rank 0. Inside, ``RowDraws`` draws for the rows
+of all ranks. At its end they compare what they have drawn, what they refuse, and the states that their generators are in.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
+from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, users_line
+from lightning_ddp_losses.randomness.places import WITHOUT_ROWS, Mark, RowPlace, Rows
+from lightning_ddp_losses.randomness.row_draws import RowDraws
+from lightning_ddp_losses.randomness.shared_states import DIGEST_BYTES, digest_of, own_states, take_states_
+
+_COUNT = struct.Struct("<q")
+_HAS_REFUSAL = struct.Struct("<?")
+_active: list[RandomStep] = []
+_TITLE = "global_randomness"
+_OTHER_GENERATORS = ("numpy", "python")
+
+
+class RandomStep:
+    """The random numbers of one step.
+
+    Args:
+        batch: The batch of this rank: a tensor or a nest of tensors with rows.
+        row_dim: The dimension of the batch that counts its rows.
+        group: Process group. None is the world.
+
+    Raises:
+        InputError: on every rank, for a batch without rows, or with different numbers of them.
+        ConfigurationError: on every rank, if a rank has exactly one row.
+        RankMismatchError: on every rank, if ranks come here from different places.
+
+    Communication: one handshake. One more if generators are not in the same state on all ranks.
+    """
+
+    def __init__(self, batch: Any, *, row_dim: int = 0, group: Group = None) -> None:
+        self._group = group
+        with handshake.raising_on_all_ranks(_TITLE, group=group):
+            _refuse_nesting()
+            local = rows_in(batch, row_dim)
+        states = own_states()
+        payload = _COUNT.pack(local) + digest_of(states)
+        payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim}, payload, group=group)
+        self._counts = [_COUNT.unpack_from(each)[0] for each in payloads]
+        _refuse_one_row(self._counts)
+        if len({each[_COUNT.size :] for each in payloads}) > 1:
+            take_states_(states, 0, process_groups.rank(group) == 0, group)
+        self._local = local
+        rank = process_groups.rank(group)
+        self._draws = RowDraws(Rows(local, sum(self._counts[:rank]), sum(self._counts)))
+        for tensor in inputs.tensors_in(batch):
+            if tensor.ndim > row_dim:
+                self._draws.mark(tensor, Mark(RowPlace(row_dim)))
+        self._others = self._other_states()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the step draws for all ranks now."""
+        return self in _active
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw for the rows of all ranks inside the block: forward, loss and backward."""
+        _active.append(self)
+        try:
+            with self._draws.active():
+                yield
+            self._compare_others("the end of the step")
+        finally:
+            _active.remove(self)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Draw numbers that are the same for all rows."""
+        self._compare_others(f"shared_draws() at {users_line()}")
+        if 0 in self._counts:
+            self._draws.refuse(
+                f"shared_draws() at {users_line()}",
+                f"ranks with {self._counts} rows: a rank without rows is at another place in the sequence of random numbers",
+                "Give each rank rows, or draw the number before the block.",
+            )
+        self._draws.begin_sharing()
+        try:
+            yield
+        finally:
+            self._draws.end_sharing()
+            self._others = self._other_states()
+
+    def end(self) -> None:
+        """Compare the draws of all ranks, and their generators.
+
+        Raises:
+            ConfigurationError: on every rank, naming what a rank has refused.
+            RankMismatchError: on every rank, naming the first draw that differs.
+
+        Communication: one handshake. One more if a rank has no rows, or if ranks differ.
+        """
+        states = own_states()
+        digests = self._draws.digest() + digest_of(states)
+        payload = _HAS_REFUSAL.pack(bool(self._draws.refusals)) + digests
+        payloads = handshake.all_gather(f"the end of {_TITLE}", {}, payload, group=self._group)
+        if any(_HAS_REFUSAL.unpack_from(each)[0] for each in payloads):
+            self._raise_refusals()
+        payloads = [each[_HAS_REFUSAL.size :] for each in payloads]
+        with_rows = [rank for rank, count in enumerate(self._counts) if count]
+        if not with_rows:
+            with_rows = list(range(len(self._counts)))
+        if len({payloads[rank][:DIGEST_BYTES] for rank in with_rows}) > 1:
+            self._raise_other_draws(with_rows)
+        if len({payloads[rank][DIGEST_BYTES:] for rank in with_rows}) > 1:
+            _raise_other_states(payloads, with_rows)
+        if len({each[DIGEST_BYTES:] for each in payloads}) > 1:
+            source = with_rows[0]
+            take_states_(states, source, process_groups.rank(self._group) == source, self._group)
+
+    def mark(self, tensor: Tensor, dim: int | None) -> None:
+        """Say in which dimension of a tensor the rows are. None: in no dimension."""
+        mark = WITHOUT_ROWS
+        if dim is not None:
+            if tensor.shape[dim] != self._local:
+                raise InputError(
+                    "with_rows: tensor",
+                    expected=f"{self._local} rows in dimension {dim}, as the batch has",
+                    got=f"shape {tuple(map(int, tensor.shape))}",
+                    fix="Name the dimension of the rows.",
+                )
+            mark = Mark(RowPlace(dim % tensor.ndim))
+        self._draws.mark(tensor, mark)
+
+    def _other_states(self) -> bytes:
+        states = own_states()
+        return digest_of({name: states[name] for name in _OTHER_GENERATORS})
+
+    def _compare_others(self, where: str) -> None:
+        """Refuse numbers of numpy's or Python's generator that nobody has declared."""
+        if self._other_states() == self._others:
+            return
+        self._draws.refuse(
+            f"numpy's or Python's generator before {where}",
+            "numbers of which nobody has said whether they belong to rows",
+            "Draw numbers that all rows share in a block shared_draws(), and numbers of rows with torch.",
+        )
+
+    def _raise_refusals(self) -> None:
+        """Raise the first refusal of the first rank that has one. Communication: one handshake."""
+        payload = json.dumps(self._draws.refusals[:1]).encode()
+        payloads = handshake.all_gather(f"refusals of {_TITLE}", {}, payload, group=self._group)
+        found = {rank: Refusal(*each[0]) for rank, each in enumerate(map(json.loads, payloads)) if each}
+        first = min(found)
+        raise ConfigurationError(
+            f"global randomness: {found[first].what}",
+            expected="random numbers that are those of one process",
+            got=f"{found[first].got} (rank {first})",
+            fix=found[first].fix,
+        )
+
+    def _raise_other_draws(self, with_rows: Sequence[int]) -> None:
+        """Raise the error that names the first draw in which ranks differ. Communication: one handshake."""
+        own = [[note.what, note.line] for note in self._draws.notes]
+        payload = json.dumps(own).encode()
+        payloads = handshake.all_gather(f"draws of {_TITLE}", {}, payload, group=self._group)
+        notes = {rank: [DrawNote(*each) for each in json.loads(payloads[rank])] for rank in with_rows}
+        shortest = min(map(len, notes.values()))
+        first = next((i for i in range(shortest) if len({of_rank[i].what for of_rank in notes.values()}) > 1), shortest)
+        texts = {}
+        for rank, of_rank in notes.items():
+            texts[rank] = f"no draw, {len(of_rank)} in all"
+            if first < len(of_rank):
+                texts[rank] = f"{of_rank[first].what}, {of_rank[first].line}"
+        raise RankMismatchError(
+            f"global randomness: draw {first + 1} of the step",
+            expected="the same draws in the same order on every rank with rows",
+            ranks=texts,
+            fix="One process has one sequence of random numbers. Let no branch on the rank, on local rows or on local values decide what "
+            "is drawn, and give generators of your own the same state.",
+            collective=True,
+        )
+
+
+def _raise_other_states(payloads: Sequence[bytes], with_rows: Sequence[int]) -> None:
+    raise RankMismatchError(
+        "global randomness: states of generators at the end of the step",
+        expected="the same states on every rank with rows",
+        ranks={rank: payloads[rank][DIGEST_BYTES:].hex()[:12] for rank in with_rows},
+        fix="Something in the step has drawn from numpy's, Python's or torch's generator on some ranks only, or seeded it otherwise "
+        "(torch.manual_seed). Seed no generator inside the step.",
+        collective=True,
+    )
+
+
+def _refuse_nesting() -> None:
+    if _active:
+        raise ConfigurationError(
+            _TITLE,
+            expected="one block at a time",
+            got="a block inside a block",
+            fix="Open one block around forward, loss and backward.",
+        )
+
+
+def _refuse_one_row(counts: Sequence[int]) -> None:
+    """Raise on every rank if a rank has one row."""
+    if 1 in counts:
+        raise ConfigurationError(
+            f"{_TITLE}: rows",
+            expected="two rows or more on each rank, or none: one row does not show which dimension counts rows",
+            got=f"{list(counts)} rows on the ranks",
+            fix="Leave the last, shorter batch out (drop_last=True), or take larger batches.",
+        )
+
+
+def active_step() -> RandomStep | None:
+    """Return the step whose block is open. None outside of one."""
+    if not _active:
+        return None
+    return _active[-1]
+
+
+def rows_in(batch: Any, row_dim: int) -> int:
+    """Return the number of rows in a batch.
+
+    Raises:
+        InputError: for no tensors with rows, or different numbers of them.
+    """
+    sizes = [tensor.shape[row_dim] for tensor in inputs.tensors_in(batch) if tensor.ndim > row_dim]
+    if len(set(sizes)) != 1:
+        raise InputError(
+            "global_randomness: rows",
+            expected=f"a batch whose tensors have the same number of rows in dimension {row_dim}",
+            got=f"sizes {sorted(set(sizes))}" if sizes else f"a {type(batch).__name__} without such a tensor",
+            fix="Pass the tensors with rows only.",
+        )
+    return sizes[0]

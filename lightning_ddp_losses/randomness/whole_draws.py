@@ -1,0 +1,220 @@
+"""`draw_own_part`: a draw with rows makes the numbers of all rows, as one process does, and keeps those of this rank.
+
+One generator in one state gives the same numbers on every rank. In one process an operator fills memory of ``G`` rows in its order. Each
+rank fills memory of that shape and order, and takes its rows. The generator is then in the state of one process too.
+
+An operator that draws as many numbers as its values ask for (``poisson``), that draws inside a fused kernel, or that mixes rows of all
+ranks (``randperm``) cannot be drawn in this way. It is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.randomness.places import (
+    RowPlace,
+    Rows,
+    empty_whole,
+    own_part,
+    put_own_,
+    whole_shape,
+)
+
+Draw: TypeAlias = "Callable[[Any, tuple[Any, ...], dict[str, Any], RowPlace, Rows], Any]"
+
+
+class CannotDrawError(Exception):
+    """An operator cannot be drawn for the rows of all ranks.
+
+    Attributes:
+        got: Why.
+        fix: What to do.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.got, self.fix = _REASONS.get(name, ("an operator whose numbers cannot be drawn row by row", _REPLACE))
+
+
+def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Return what an operator that draws returns on this rank.
+
+    Args:
+        function: Operator of aten.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        place: Where the rows are in the numbers that it draws.
+        rows: Rows of this rank among those of all ranks.
+
+    Raises:
+        CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
+    """
+    name = operator_name(function)
+    draw = _DRAWS.get(name)
+    if draw is None and name.endswith("_") and not any(isinstance(value, Tensor) for value in args[1:]):
+        draw = _fill
+    is_among_rows = name == "multinomial" and place.dim == args[0].ndim - 1
+    if draw is None or is_among_rows:
+        raise CannotDrawError(name)
+    return draw(function, args, kwargs, place, rows)
+
+
+def operator_name(function: Any) -> str:
+    """Return the name of an operator of aten, as in ``bernoulli_``."""
+    return str(compat.operator_schema(function).name).partition("::")[2]
+
+
+def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+    """Return the shape that an operator draws which gets no tensors. None if no argument is a shape."""
+    schema = compat.operator_schema(function)
+    for index, argument in enumerate(schema.arguments):
+        if argument.name == "size":
+            return list(args[index] if index < len(args) else kwargs["size"])
+    return None
+
+
+def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator with a rate of dropout, or in evaluation, draws no number in this call."""
+    schema = compat.operator_schema(function)
+    named = {argument.name: index for index, argument in enumerate(schema.arguments)}
+    for name, idle in (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False)):
+        if name not in named:
+            continue
+        index = named[name]
+        default = schema.arguments[index].default_value
+        value = args[index] if index < len(args) else kwargs.get(name, default)
+        if value is not None and value == idle:
+            return True
+    return False
+
+
+_REPLACE = "Replace the operator, or run it outside of the block, where each rank draws its own numbers."
+_FUSED = (
+    "a fused kernel, which draws inside",
+    "Use torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or no dropout in this operator.",
+)
+_BY_VALUE = ("an operator that draws as many numbers as its values ask for", _REPLACE)
+_MIXES = (
+    "an order of rows, whose partners lie on other ranks",
+    "Draw it for the rows of all ranks outside of the block and gather the rows, or let partners be rows of the same rank.",
+)
+_REASONS = {
+    "randperm": _MIXES,
+    "multinomial": _MIXES,
+    "_scaled_dot_product_flash_attention": _FUSED,
+    "_scaled_dot_product_efficient_attention": _FUSED,
+    "_scaled_dot_product_cudnn_attention": _FUSED,
+    "_flash_attention_forward": _FUSED,
+    "_efficient_attention_forward": _FUSED,
+    "_cudnn_rnn": ("a fused kernel, which draws inside", "Write the layers one by one, with dropout between them."),
+    "rrelu_with_noise": _BY_VALUE,
+    "rrelu_with_noise_": _BY_VALUE,
+    "rrelu_with_noise_functional": _BY_VALUE,
+    "poisson": _BY_VALUE,
+    "binomial": _BY_VALUE,
+    "_standard_gamma": _BY_VALUE,
+    "_sample_dirichlet": _BY_VALUE,
+}
+
+
+# ---------------------------------------------------------------------- kinds of operators
+
+
+def _fill(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw in place: ``normal_``, ``uniform_``, ``bernoulli_``, ``exponential_`` and the like."""
+    tensor = args[0]
+    whole = function(empty_whole(tensor, place, rows.total), *args[1:], **kwargs)
+    return tensor.copy_(own_part(whole, place, rows))
+
+
+def _fill_by_rate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw in place with a tensor of rates: ``bernoulli_(p)``."""
+    if len(args) < 2 or not isinstance(args[1], Tensor):
+        return _fill(function, args, kwargs, place, rows)
+    tensor = args[0]
+    rates = _filled(args[1].expand_as(tensor), 0.0, place, rows)
+    whole = function(empty_whole(tensor, place, rows.total), rates, *args[2:], **kwargs)
+    return tensor.copy_(own_part(whole, place, rows))
+
+
+def _like(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw the shape of a tensor: ``rand_like``, ``randn_like``, ``randint_like``."""
+    like = torch.empty_like(args[0])  # the memory of a part of a tensor is not its own
+    whole = function(empty_whole(like, place, rows.total), *args[1:], **kwargs)
+    return own_part(whole, place, rows)
+
+
+def _of_shape(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw a given shape: ``rand``, ``randn``, ``randint``, ``normal``."""
+    schema = compat.operator_schema(function)
+    index = [argument.name for argument in schema.arguments].index("size")
+    if index < len(args):
+        shape = whole_shape(args[index], place, rows.total)
+        args = (*args[:index], shape, *args[index + 1 :])
+    else:
+        kwargs = {**kwargs, "size": whole_shape(kwargs["size"], place, rows.total)}
+    return own_part(function(*args, **kwargs), place, rows).clone()
+
+
+def _by_rate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw one number for each rate: ``bernoulli``."""
+    whole = function(_filled(args[0], 0.0, place, rows), *args[1:], **kwargs)
+    return own_part(whole, place, rows)
+
+
+def _by_weight(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw from the weights of each row: ``multinomial``."""
+    whole = function(_filled(args[0], 1.0, place, rows), *args[1:], **kwargs)
+    return own_part(whole, place, rows)
+
+
+def _normal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw with tensors of means or deviations: ``normal``."""
+    tensors = [value for value in args[:2] if isinstance(value, Tensor)]
+    shape = torch.broadcast_tensors(*tensors)[0].shape  # type: ignore[no-untyped-call]
+    wholes = []
+    for value, filler in zip(args[:2], (0.0, 1.0), strict=True):
+        whole = value
+        if isinstance(value, Tensor):
+            whole = _filled(value.expand(shape), filler, place, rows)
+        wholes.append(whole)
+    return own_part(function(*wholes, *args[2:], **kwargs), place, rows)
+
+
+def _dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+    """Draw the mask of all rows in one kernel, and drop from this rank's rows: ``native_dropout``."""
+    tensor, rate = args[0], args[1]
+    whole = empty_whole(tensor, place, rows.total).fill_(1)
+    _, mask = function(whole, rate, True)
+    own = own_part(mask, place, rows)
+    scale = 0.0
+    if rate < 1:
+        scale = 1 / (1 - rate)
+    return tensor * own * scale, own
+
+
+def _filled(own: Tensor, filler: float, place: RowPlace, rows: Rows) -> Tensor:
+    """Return a tensor of all rows with this rank's values in its rows, and a filler in those of other ranks."""
+    whole = empty_whole(own, place, rows.total).fill_(filler)
+    put_own_(whole, own, place, rows)
+    return whole
+
+
+_DRAWS: dict[str, Draw] = {
+    "bernoulli_": _fill_by_rate,
+    "rand_like": _like,
+    "randn_like": _like,
+    "randint_like": _like,
+    "rand": _of_shape,
+    "randn": _of_shape,
+    "randint": _of_shape,
+    "bernoulli": _by_rate,
+    "multinomial": _by_weight,
+    "normal": _normal,
+    "native_dropout": _dropout,
+}

@@ -1,0 +1,336 @@
+"""`global_randomness` by hand: W ranks train as plain torch does in one process, number for number. What cannot be is one error on all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ddp_losses import (
+    ConfigurationError,
+    DDPLossError,
+    InputError,
+    RankMismatchError,
+    global_randomness,
+    microbatched,
+)
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.randomness import shared_draws, with_rows, without_rows
+from tests.each_rank import each_rank
+from tests.randomness.models import CASES, SHARED, batches, loss_of, make, one_process
+
+# rows of each rank in each of five steps
+SPLITS: dict[int, dict[str, list[tuple[int, ...]]]] = {
+    1: {"one": [(4,)] * 5},
+    2: {
+        "even": [(3, 3)] * 5,
+        "uneven": [(4, 2)] * 5,
+        "a rank without rows in alternate steps": [(0, 4), (2, 2), (4, 0), (3, 2), (0, 4)],
+    },
+    3: {"uneven": [(3, 2, 4)] * 5, "a rank without rows in alternate steps": [(2, 0, 2), (2, 2, 3)] * 2 + [(0, 0, 3)]},
+}
+WORLDS = [(world, split) for world, splits in SPLITS.items() for split in splits]
+
+
+def own_rows(x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    rank = dist.get_rank()
+    return x[sum(counts[:rank]) : sum(counts[: rank + 1])]
+
+
+def difference(weights: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(weights, expected, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs)
+
+
+def train(name: str, splits: list[tuple[int, ...]]) -> list[Tensor]:
+    """Train on this rank's rows."""
+    model = make(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(7 + dist.get_rank())  # that of rank 0 counts
+    numpy.random.seed(7 + dist.get_rank())
+    random.seed(7 + dist.get_rank())
+    sizes = [sum(counts) for counts in splits]
+    for x, counts in zip(batches(sizes), splits, strict=True):
+        own = own_rows(x, counts)
+        optimizer.zero_grad()
+        with global_randomness(rows=own):
+            (loss_of(model, own) / len(x)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("world_size", "split"), WORLDS)
+@each_rank()
+def test_weights_are_those_of_one_process(world_size: int, split: str) -> None:
+    splits = SPLITS[world_size][split]
+    sizes = [sum(counts) for counts in splits]
+    some_rank_is_empty = any(0 in counts for counts in splits)
+    for name in CASES:
+        if some_rank_is_empty and name == SHARED:
+            with pytest.raises(ConfigurationError, match="a rank without rows is at another place"):
+                train(name, splits)
+            continue
+        weights = train(name, splits)
+        assert difference(weights, one_process(name, sizes)) < 1e-9, name
+
+
+@each_rank(1)
+def test_a_world_of_one_enters_no_mode() -> None:
+    x = torch.ones(3, 2)
+    with global_randomness(rows=x), shared_draws():
+        assert not compat.is_in_dispatch_mode()
+        assert type(x.shape[0]) is int
+    with pytest.raises(InputError, match="global_randomness: rows"), global_randomness(rows=3):
+        pass
+
+
+@each_rank(2)
+def test_after_the_block_generators_are_where_those_of_one_process_are() -> None:
+    x = torch.ones(6, 4)
+    torch.manual_seed(1)
+    F.dropout(x, 0.5)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    own = own_rows(x, (0, 6))
+    with global_randomness(rows=own):
+        F.dropout(own, 0.5)  # rank 0 draws nothing
+    assert torch.equal(torch.rand(3), expected)
+    assert not compat.is_in_dispatch_mode()
+
+
+# ---------------------------------------------------------------------- draws that differ
+
+
+def more_on_rank_0(x: Tensor) -> None:
+    if dist.get_rank() == 0:
+        torch.rand_like(x)
+    F.dropout(x, 0.5)
+
+
+def another_order(x: Tensor) -> None:
+    draws = [torch.rand_like, torch.randn_like]
+    for draw in draws if dist.get_rank() else draws[::-1]:
+        draw(x)
+
+
+def another_shape(x: Tensor) -> None:
+    torch.rand(x.shape[0], 2 + dist.get_rank())
+
+
+def another_generator(x: Tensor) -> None:
+    torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+DIFFERENT: dict[str, tuple[Callable[[Tensor], None], list[str]]] = {
+    "a branch on the rank": (
+        more_on_rank_0,
+        ["draw 1 of the step", "rank 0: rand_like(rows, 4)", "rank 1: bernoulli_(rows, 4)"],
+    ),
+    "another order": (another_order, ["draw 1 of the step", "rank 0: randn_like(rows, 4)", "rank 1: rand_like"]),
+    "another shape": (another_shape, ["rank 0: rand(rows, 2)", "rank 1: rand(rows, 3)"]),
+    "another generator": (another_generator, ["draw 1 of the step", "normal_(rows, 4)", "a generator in state"]),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+@each_rank(2)
+def test_draws_that_differ_are_one_error_that_names_operator_and_line(case: str) -> None:
+    draw, texts = DIFFERENT[case]
+    x = torch.ones(5, 4)
+    own = own_rows(x, (3, 2))
+    with pytest.raises(RankMismatchError) as caught, global_randomness(rows=own):
+        draw(own)
+    for text in [*texts, "test_block.py:"]:
+        assert text in str(caught.value)
+
+
+@each_rank(2)
+def test_a_generator_of_the_user_is_followed() -> None:
+    x = torch.ones(5, 4)
+    own = own_rows(x, (3, 2))
+    expected = torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(4))
+    with global_randomness(rows=own):
+        drawn = torch.empty_like(own).normal_(generator=torch.Generator().manual_seed(4))
+    assert torch.equal(drawn, own_rows(expected, (3, 2)))
+
+
+# ---------------------------------------------------------------------- draws that cannot be those of one process
+
+REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    # operators
+    "rrelu": (lambda x: F.rrelu(x, training=True), "as many numbers as its values ask for"),
+    "poisson": (torch.poisson, "as many numbers as its values ask for"),
+    "Beta": (lambda x: torch.distributions.Beta(x, x).sample(), "_sample_dirichlet"),
+    "multinomial among rows": (lambda x: torch.multinomial(x[:, 0].contiguous(), 1), "an order of rows"),
+    # rows that are not certain
+    "rows by rows": (lambda x: F.dropout(x @ x.T, 0.5), "rows that are not certain"),
+    "a part of the rows": (lambda x: F.dropout(x[: len(x) - 1], 0.5), "rows that are not certain"),
+    "all rows by chance": (lambda x: F.dropout(x[:3], 0.5), "rows that are not certain"),
+    "rows that a mask picks": (lambda x: F.dropout(x[x[:, 0] > 0], 0.5), "rows that are not certain"),
+    "another order": (lambda x: F.dropout(x.flip(0), 0.5), "rows that are not certain"),
+    "sorted rows": (lambda x: F.dropout(x[x[:, 0].argsort()], 0.5), "rows that are not certain"),
+    "row by row": (lambda x: [F.dropout(row, 0.5) for row in x], "rows that are not certain"),
+    "pieces of the rows": (lambda x: microbatched(torch.nn.Dropout(0.5), 2)(x), "rows that are not certain"),
+    "a product": (lambda x: torch.rand(x.shape[0] * 2), "rows that are not certain"),
+    "the number of rows twice": (lambda x: torch.rand(x.shape[0], x.shape[0]), "rows that are not certain"),
+    "the number of rows twice, once by len": (lambda x: torch.rand(x.shape[0], len(x)), "rows that are not certain"),
+    "by len": (lambda x: torch.rand(len(x), 4), "rows that are not certain"),
+    "by a constant": (lambda x: torch.rand(3, 4), "rows that are not certain"),
+    "data from numpy": (lambda x: F.dropout(torch.from_numpy(numpy.ones((3, 4))), 0.5), "rows that are not certain"),
+    "a view with its rows by chance": (lambda x: F.dropout(x.view(-1, 3, 4), 0.5), "rows that are not certain"),
+    # draws that do not come from the batch
+    "a single number": (lambda x: torch.rand(()), "does not come from the batch"),
+    "another size": (lambda x: torch.rand(2 * len(x) + 1), "does not come from the batch"),
+    "a stack of weights": (lambda x: F.dropout(torch.stack([WEIGHT] * 3), 0.5), "does not come from the batch"),
+    "numpy": (lambda x: numpy.random.rand(), "numpy's or Python's generator"),
+    "python": (lambda x: random.random(), "numpy's or Python's generator"),
+    "shuffled by numpy": (lambda x: x[numpy.random.permutation(len(x))], "numpy's or Python's generator"),
+    "a seed": (lambda x: torch.manual_seed(4), "torch's generator before the end of the step"),
+    "a seed, and a draw": (lambda x: (torch.manual_seed(4), F.dropout(x, 0.5)), "torch's generator before bernoulli_"),
+    # shuffles
+    "randperm": (lambda x: torch.randperm(x.shape[0]), "an order of rows"),
+    "argsort": (lambda x: x[torch.rand(x.shape[0]).argsort()], "may mix or reorder rows"),
+    "argsort of a product": (lambda x: x[(2 * torch.rand_like(x[:, 0])).argsort()], "may mix or reorder rows"),
+    "randint": (lambda x: x[torch.randint(0, 3, (x.shape[0],))], "may mix or reorder rows"),
+    "numbers of Python": (lambda x: torch.rand(x.shape[0]).tolist(), "numbers of Python or numpy"),
+    "numbers of numpy": (lambda x: torch.rand(x.shape[0]).numpy(), "numbers of Python or numpy"),
+    "a sum as a number": (lambda x: x * torch.rand_like(x).sum().item(), "numbers of Python or numpy"),
+    "a branch on a sum of draws": (lambda x: x if torch.rand_like(x).sum() > 1 else -x, "numbers of Python or numpy"),
+    "memory that numpy may write": (lambda x: (x.numpy(), F.dropout(x, 0.5)), "rows that are not certain"),
+    "a mean of draws": (lambda x: x + torch.randn_like(x).mean(), "a sum or mean over this rank's rows"),
+    "Mixup": (lambda x: mixed_up(x), "may mix or reorder rows"),
+    "Mixup with numpy's order": (lambda x: mixed_up_by_numpy(x), "picked or reordered"),
+    # branches
+    "a branch": (lambda x: F.dropout(x, 0.5) if x.shape[0] > 2 else x, "a branch on this rank's number of rows"),
+    "a branch on equality": (
+        lambda x: F.dropout(x, 0.5) if x.shape[0] == 3 else x,
+        "a branch on this rank's number of rows",
+    ),
+    "a branch on a product": (
+        lambda x: F.dropout(x, 0.5) if x.shape[0] % 2 else x,
+        "a branch on this rank's number of rows",
+    ),
+    "a draw with rows that is declared to be shared": (lambda x: shared_dropout(x), "inside of shared_draws()"),
+}
+WEIGHT = torch.nn.Parameter(torch.ones(4))
+
+
+def mixed_up(x: Tensor) -> Tensor:
+    with shared_draws():
+        order = torch.randperm(x.shape[1])[: len(x)] % len(x)
+    return 0.3 * x + 0.7 * x[order]
+
+
+def mixed_up_by_numpy(x: Tensor) -> Tensor:
+    with shared_draws():
+        order = numpy.random.permutation(len(x))
+    return 0.3 * x + 0.7 * x[order]
+
+
+def shared_dropout(x: Tensor) -> Tensor:
+    with shared_draws():
+        return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@each_rank(2)
+def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) -> None:
+    draw, text = REFUSED[case]
+    x = torch.ones(6, 4)
+    own = own_rows(x, (3, 3))
+    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    with pytest.raises(ConfigurationError) as caught, global_randomness(rows=own):
+        draw(own)
+    torch.set_rng_state(before[0])
+    numpy.random.set_state(before[1])
+    random.setstate(before[2])
+    assert text in str(caught.value)
+    assert "test_block.py:" in str(caught.value) or "the end of the step" in str(caught.value) or "branch" in case
+
+
+@each_rank(2)
+def test_a_refusal_of_one_rank_is_the_error_of_all() -> None:
+    x = torch.ones(7, 4)
+    own = own_rows(x, (3, 4))
+    layer = torch.nn.Linear(4, 2)
+
+    def drawn_on_one_rank() -> None:
+        with global_randomness(rows=own):
+            if dist.get_rank() == 0:
+                torch.rand(())
+            layer(own).sum().backward()
+
+    with pytest.raises(ConfigurationError, match=r"\(rank 0\)"):
+        drawn_on_one_rank()
+
+
+@each_rank(2)
+def test_a_batch_with_its_rows_in_another_dimension() -> None:
+    x = batches([5])[0].transpose(0, 1).contiguous()
+    layer = make("encoder layer, time first").layer
+    start, rows = ((0, 3), (3, 2))[dist.get_rank()]
+    own = x.narrow(1, start, rows).contiguous()
+    torch.manual_seed(0)
+    expected = layer(x).narrow(1, start, rows)
+    torch.manual_seed(0)
+    with global_randomness(rows={"sequences": own}, row_dim=1):
+        torch.testing.assert_close(layer(own), expected, rtol=1e-9, atol=1e-12)
+
+
+@each_rank(2)
+def test_the_user_says_where_rows_are() -> None:
+    x = torch.ones(6, 4)
+    own = own_rows(x, (3, 3))
+    torch.manual_seed(0)
+    expected = [torch.empty(6, 3).normal_(), torch.empty(3, 6).normal_(), torch.empty(3, 4).normal_()]
+    torch.manual_seed(0)
+    with global_randomness(rows=own):
+        first = with_rows(torch.empty(3, 3)).normal_()
+        second = with_rows(torch.empty(3, 3), dim=1).normal_()
+        with shared_draws():
+            third = without_rows(torch.empty(3, 4)).normal_()
+    assert torch.equal(first, own_rows(expected[0], (3, 3)))
+    assert torch.equal(second, own_rows(expected[1].T, (3, 3)).T)
+    assert torch.equal(third, expected[2])
+    with pytest.raises(InputError, match="with_rows: dim"):
+        with_rows(own, dim=2)
+    with pytest.raises(InputError, match="3 rows in dimension 1"), global_randomness(rows=own):
+        with_rows(own, dim=1)
+
+
+@each_rank(2)
+def test_bad_input_is_refused_on_all_ranks() -> None:
+    x = torch.ones(3, 4)
+    bad: list[object] = [3, {}, (x, torch.ones(2))]
+    for rows in bad:
+        given = rows if dist.get_rank() else x
+        with pytest.raises(DDPLossError, match="global_randomness: rows"), global_randomness(rows=given):
+            pass
+    with pytest.raises(ConfigurationError, match="two rows or more"), global_randomness(rows=x[: 1 + dist.get_rank()]):
+        pass
+    twice = [global_randomness(rows=x) for _ in range(2)]
+    with pytest.raises(ConfigurationError, match="a block inside a block"), twice[0], twice[1]:
+        pass
+    with global_randomness(rows=x):
+        pass
+
+
+@each_rank(2)
+def test_an_error_of_one_rank_ends_the_block_on_all() -> None:
+    x = torch.ones(3, 4)
+    expected = DDPLossError if dist.get_rank() else ZeroDivisionError
+    divisors = [0, 1]
+    with pytest.raises(expected), global_randomness(rows=x):
+        _ = 1 / divisors[dist.get_rank()]
+    with global_randomness(rows=x):
+        F.dropout(x, 0.5)

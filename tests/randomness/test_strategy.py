@@ -1,0 +1,167 @@
+"""`DDPLossStrategy(randomness="global")`: a Trainer on W ranks trains as plain torch in one process, also after a resume on other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+
+from lightning_ddp_losses import ConfigurationError, DDPLossStrategy
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.samplers import GlobalBatchSampler
+from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
+from tests.lightning_ranks import make_trainer
+from tests.randomness.models import batches, loss_of, make
+from tests.strategies.test_resuming import Kill, Killed
+
+ROWS, G, EPOCHS, SEED, RATE = 36, 12, 2, 11, 0.01
+MODELS = ("vit block", "re-entrant checkpoint", "checkpoint", "diffusion", "numbers that all rows share")
+
+
+class Module(LightningModule):
+    """Trains one of the models, and lets each rank draw other numbers between the steps."""
+
+    def __init__(self, name: str, *, automatic: bool = True) -> None:
+        super().__init__()
+        self.net = make(name)
+        self.automatic_optimization = automatic
+        self.seen: list[int] = []
+
+    def train_dataloader(self) -> DataLoader:
+        sampler = GlobalBatchSampler.batches(SequentialSampler(range(ROWS)), G, seed=0)
+        return DataLoader(TensorDataset(batches([ROWS])[0]), batch_sampler=sampler)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.rand(1 + dist.get_rank() + dist.get_world_size())
+        numpy.random.rand(2 + dist.get_rank())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        self.seen.append(batch_idx)
+        loss = loss_of(self.net, batch[0]) * dist.get_world_size() / G
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def by_hand(name: str, window: int = 1) -> dict[str, Tensor]:
+    """Return the weights of a plain loop, with a step for each window of batches."""
+    net = make(name)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    torch.manual_seed(SEED)
+    numpy.random.seed(SEED)
+    random.seed(SEED)
+    for _ in range(EPOCHS):
+        for number, x in enumerate(batches([ROWS])[0].split(G), start=1):
+            (loss_of(net, x) / G / window).backward()
+            if number % window == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {f"net.{key}": value for key, value in net.state_dict().items()}
+
+
+def fit(
+    name: str, kill: int | None = None, path: str = "", load: str | None = None, window: int = 1, **kind: Any
+) -> dict[str, Tensor]:
+    """Train on the ranks of this group. Return the weights."""
+    module = Module(name, **kind)
+    torch.manual_seed(SEED)
+    callbacks = [] if kill is None else [Kill("on_train_batch_end", kill, path)]
+    strategy = DDPLossStrategy(randomness="global")
+    trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=callbacks, accumulate_grad_batches=window)
+    with contextlib.suppress(Killed):
+        trainer.fit(module, ckpt_path=load)
+    assert not compat.is_in_dispatch_mode()
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_rank()
+def test_a_fit_is_that_of_one_process(world_size: int) -> None:
+    for name in MODELS:
+        expected = by_hand(name)
+        for key, value in fit(name).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+
+
+@each_rank(2)
+def test_manual_optimisation() -> None:
+    expected = by_hand("vit block")
+    for key, value in fit("vit block", automatic=False).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+@each_rank(2)
+def test_accumulation() -> None:
+    expected = by_hand("checkpoint", window=3)
+    for key, value in fit("checkpoint", window=3).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+def _part(name: str, kill: int | None, path: str, load: str | None) -> dict[str, Tensor]:
+    return fit(name, kill, path, load)
+
+
+def test_a_run_resumed_on_other_ranks_draws_what_it_would_have_drawn(pool: RankPool, tmp_path: Path) -> None:
+    """Killed at step 2 of the second epoch on two ranks, resumed on three."""
+    path = str(tmp_path / "killed.ckpt")
+    pool.run(2, _part, "checkpoint", 5, path, None)
+    weights = pool.run(3, _part, "checkpoint", None, "", path)[0]
+    for key, value in by_hand("checkpoint").items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
+
+
+class Shuffling(Module):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        return loss_of(self.net, 0.3 * x + 0.7 * x[torch.rand(x.shape[0]).argsort()])
+
+
+class Unseen(Module):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return loss_of(self.net, F.dropout(batch[0], 0.5)) * float(numpy.random.rand())
+
+
+class Alone(Module):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if dist.get_rank() == 1:
+            torch.rand(())
+        return loss_of(self.net, batch[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(Shuffling, "reorder rows"), (Unseen, "numpy's"), (Alone, r"rand of shape \(\)")]
+)
+def test_what_cannot_be_so_is_one_error_on_all_ranks(pool: RankPool, kind: type[Module], text: str) -> None:
+    pool.run(2, _refused, kind, text)
+
+
+def _refused(kind: type[Module], text: str) -> None:
+    trainer = make_trainer(DDPLossStrategy(randomness="global"))
+    with pytest.raises(ConfigurationError, match=text):
+        trainer.fit(kind("mc dropout"))
+    assert not compat.is_in_dispatch_mode()
+
+
+def test_the_option() -> None:
+    with pytest.raises(ConfigurationError, match="randomness"):
+        DDPLossStrategy(randomness="all")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="losses that are looked after"):
+        DDPLossStrategy(losses=[], randomness="global")
