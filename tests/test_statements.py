@@ -14,6 +14,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+import lightning_ddp_losses
 from tests.processes import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -138,3 +139,13 @@ def test_addresses_are_those_of_the_repository_that_builds(monkeypatch: pytest.M
         "Issues": "https://github.com/Some/losses/issues",
         "Source": "https://github.com/Some/losses",
     }
+
+
+def test_a_section_of_the_changelog_goes_by_kind_with_what_breaks_first() -> None:
+    text = (Path(lightning_ddp_losses.__file__).parent / "cli/pages/about/changelog.md").read_text()
+    newest = text.split("\n## ")[1]
+    kinds = re.findall("^### (.+)$", newest, re.MULTILINE)
+    assert kinds == [kind for kind in ("Breaking", "Added", "Changed", "Fixed") if kind in kinds]
+    before, *parts = newest.split("\n### ")
+    assert "* " not in before
+    assert all("\n* " in part for part in parts)
