@@ -86,7 +86,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             (``global_randomness``). The rows are in dimension 0 of every tensor of the batch. Steps have generators of their own, which
             begin with the run's seed and are in the checkpoint, so another number of ranks continues with the same numbers. What cannot
             be drawn so is the same error on every rank, with the user's line. One handshake at the beginning of a step and one at its end.
-            Draws in other hooks are each rank's own. A tensor of the batch that has no rows must not have as many entries as there are rows.
+            Draws in other hooks are each rank's own. A tensor of the batch without rows must not have as many entries as there are rows.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
