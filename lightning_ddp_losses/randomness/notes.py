@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 
@@ -51,18 +50,7 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return values
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors among the arguments or results of an operator, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
-
-
-_LIBRARIES = ("/torch/", "/lightning/", "/lightning_ddp_losses/", "/contextlib.py")
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ddp_losses", "contextlib")
 
 
 def users_line() -> str:
@@ -70,7 +58,7 @@ def users_line() -> str:
     frame: Any = inspect.currentframe()
     while frame is not None:
         if is_of_user(frame):
-            return f"{_path_of(frame).rsplit('/', 1)[-1]}:{frame.f_lineno}"
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if frame.f_back is None:
             break
         frame = frame.f_back
@@ -78,10 +66,6 @@ def users_line() -> str:
 
 
 def is_of_user(frame: Any) -> bool:
-    """Return whether a frame runs code that is neither torch's nor Lightning's nor ours."""
-    path = _path_of(frame)
-    return not any(library in path for library in _LIBRARIES)
-
-
-def _path_of(frame: Any) -> str:
-    return str(frame.f_code.co_filename).replace("\\", "/")
+    """Return whether a frame runs code that is neither torch's nor Lightning's nor ours. The module tells, as folders may have any name."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in _LIBRARIES

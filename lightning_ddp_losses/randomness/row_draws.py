@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, tensors_in, users_line
+from lightning_ddp_losses.core.inputs import tensors_in
+from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, users_line
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
 from lightning_ddp_losses.randomness.row_sizes import RowCount, RowSizes
 from lightning_ddp_losses.randomness.row_table import RowTable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -220,9 +221,22 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
         lambda x: F.dropout(x, 0.5) if x.shape[0] % 2 else x,
         "a branch on this rank's number of rows",
     ),
+    "a branch in a folder that is named like a library": (
+        lambda x: in_a_folder_of_another_name(x),
+        "a branch on this rank's number of rows",
+    ),
     "a draw with rows that is declared to be shared": (lambda x: shared_dropout(x), "inside of shared_draws()"),
 }
 WEIGHT = torch.nn.Parameter(torch.ones(4))
+
+
+def in_a_folder_of_another_name(x: Tensor) -> Tensor:
+    """A branch of a program that lies in folders `torch` and `lightning`."""
+    source = "def step(x):\n    return dropout(x, 0.5) if x.shape[0] > 2 else x\n"
+    program: dict[str, Any] = {"__name__": "train", "dropout": F.dropout}
+    exec(compile(source, "/home/me/torch/lightning/train.py", "exec"), program)
+    result: Tensor = program["step"](x)
+    return result
 
 
 def mixed_up(x: Tensor) -> Tensor:
