@@ -7,12 +7,16 @@ Faults, commands and public names in these texts become links.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -131,6 +135,29 @@ def write_modules(folder: Path) -> list[str]:
     return list(texts)
 
 
+def complete_namespaces() -> None:
+    """Define the names of all annotations in the modules of public names.
+
+    A public name says that it is of the module where users import it. There pdoc evaluates its annotations, which use the imports of the
+    module that defines it, also those that only a type checker runs.
+    """
+    names: dict[str, object] = {}
+    for found in pkgutil.walk_packages([str(HERE.parent / manual.PACKAGE)], f"{manual.PACKAGE}."):
+        # programs, and what needs other libraries
+        if found.name.endswith(".__main__") or ".integrations" in found.name:
+            continue
+        module = importlib.import_module(found.name)
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                exec(ast.unparse(node.body), vars(module))
+        names = vars(module) | names
+    for place in manual.PLACES:
+        public = vars(importlib.import_module(place))
+        # pdoc lists what is in a module without `__all__`
+        if "__all__" in public:
+            public.update({name: value for name, value in names.items() if name not in public})
+
+
 def main() -> None:
     """Build the manual into the folder that the command line names."""
     import pdoc
@@ -140,8 +167,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_modules(Path(folder))
         sys.path.insert(0, folder)
-        # a package brings its modules
-        pdoc.pdoc(START, *manual.PLACES, output_directory=site)
+        complete_namespaces()
+        # the package brings `audit`, which is a public name too
+        places = [place for place in manual.PLACES if place != f"{manual.PACKAGE}.audit"]
+        warnings.filterwarnings("error", module="pdoc")
+        # pdoc assumes the class that it documents, which is right
+        warnings.filterwarnings("ignore", "Cannot determine where .* is taken from")
+        # a NamedTuple's constructor does not name its module
+        warnings.filterwarnings("ignore", r"Error parsing type annotation ForwardRef\('Tensor'\) for .*\.Moments\.")
+        pdoc.pdoc(START, *places, output_directory=site)
     pictures = site / START / "pictures"
     pictures.mkdir(exist_ok=True)
     for picture in (BENCHMARKS / "results").glob("*.png"):

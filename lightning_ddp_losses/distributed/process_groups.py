@@ -50,7 +50,7 @@ from lightning_ddp_losses.distributed import liveness, rendezvous
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
-Group: TypeAlias = "dist.ProcessGroup | None"
+Group: TypeAlias = dist.ProcessGroup | None
 """A process group of torch.distributed. None is the world."""
 
 

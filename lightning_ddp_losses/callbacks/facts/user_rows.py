@@ -22,10 +22,10 @@ from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import InputError
 
-Measured: TypeAlias = "Tensor | list[int] | list[float]"
+Measured: TypeAlias = Tensor | list[int] | list[float]
 """One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
 
-Row: TypeAlias = "Measured | Callable[[], Tensor] | Callable[[], list[int]] | Callable[[], list[float]]"
+Row: TypeAlias = Measured | Callable[[], Tensor] | Callable[[], list[int]] | Callable[[], list[float]]
 """Numbers that ``RankCheck.measure`` returns, or a function that returns them when the row travels."""
 
 _LIST = 0
