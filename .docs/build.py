@@ -158,6 +158,19 @@ def complete_namespaces() -> None:
             public.update({name: value for name, value in names.items() if name not in public})
 
 
+def write_short_addresses(site: Path) -> None:
+    """Write `explain/TOPIC.html` for each topic of one word. Errors name this address; it leads to the page."""
+    folder = site / "explain"
+    folder.mkdir(exist_ok=True)
+    topics = name_addresses() | addresses(page_texts())
+    for topic, address in topics.items():
+        if re.fullmatch(r"\w+", topic):
+            link = f"../{address}"
+            refresh = f'<meta http-equiv="refresh" content="0; url={link}">'
+            page = f'<!doctype html>\n<title>{topic}</title>\n{refresh}\n<a href="{link}">{topic}</a>\n'
+            (folder / f"{topic}.html").write_text(page)
+
+
 def main() -> None:
     """Build the manual into the folder that the command line names."""
     import pdoc
@@ -176,6 +189,7 @@ def main() -> None:
         # a NamedTuple's constructor does not name its module
         warnings.filterwarnings("ignore", r"Error parsing type annotation ForwardRef\('Tensor'\) for .*\.Moments\.")
         pdoc.pdoc(START, *places, output_directory=site)
+    write_short_addresses(site)
     pictures = site / START / "pictures"
     pictures.mkdir(exist_ok=True)
     for picture in (BENCHMARKS / "results").glob("*.png"):

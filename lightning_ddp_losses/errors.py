@@ -6,13 +6,29 @@ decided by all ranks together is marked ``collective``: no rank needs to report 
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def explained_by(topic: str) -> str:
-    """Return the last line of a message that has a page in the manual: the command that shows it."""
-    return f"More: ddp-losses explain {topic}"
+    """Return the last line of a message that has a page in the manual: the command that shows it, and its address if there is one."""
+    site = manual_address()
+    if not site:
+        return f"More: ddp-losses explain {topic}"
+    return f"More: ddp-losses explain {topic}, or {site}/explain/{topic}.html"
+
+
+@functools.cache
+def manual_address() -> str:
+    """Return the address of the HTML manual from the metadata of the installed package. Empty: it names none, or is not installed."""
+    try:
+        addresses = importlib.metadata.metadata("lightning-ddp-losses").get_all("Project-URL") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    by_name = dict(each.split(", ", 1) for each in addresses)
+    return by_name.get("Documentation", "").rpartition("/")[0]
 
 
 class DDPLossError(RuntimeError):

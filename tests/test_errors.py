@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email.message
 import inspect
 import pickle
 
@@ -9,7 +10,15 @@ import pytest
 
 from lightning_ddp_losses import errors
 from lightning_ddp_losses.distributed import messages
-from lightning_ddp_losses.errors import DDPLossError, PeerError, error_class, format_error, register_error
+from lightning_ddp_losses.errors import (
+    DDPLossError,
+    PeerError,
+    error_class,
+    explained_by,
+    format_error,
+    manual_address,
+    register_error,
+)
 from lightning_ddp_losses.metrics.buffer_plan import _refuse_other_items
 from lightning_ddp_losses.strategies.loss_forward import refuse_other_upstream_grads
 
@@ -75,10 +84,30 @@ def test_text_of_an_error(arguments: dict[str, object], text: str) -> None:
 
 def test_an_error_of_a_known_fault_names_its_page_and_keeps_it_in_a_pickle() -> None:
     error = errors.HiddenLossError("self.losses[0]", fix="Register it.")
-    assert error.__notes__ == ["More: ddp-losses explain F02"]
+    assert error.__notes__ == [explained_by("F02")]
     assert str(error) == "self.losses[0]\nRegister it."
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
     assert not hasattr(DDPLossError("text"), "__notes__")
+
+
+def addressed(monkeypatch: pytest.MonkeyPatch, *urls: str) -> str:
+    metadata = email.message.Message()
+    for url in urls:
+        metadata["Project-URL"] = url
+    monkeypatch.setattr("importlib.metadata.metadata", lambda name: metadata)
+    manual_address.cache_clear()
+    try:
+        return explained_by("F02")
+    finally:
+        monkeypatch.undo()
+        manual_address.cache_clear()
+
+
+def test_an_error_of_a_release_names_the_address_of_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = "Documentation, https://owner.github.io/name/manual.html"
+    text = addressed(monkeypatch, "Source, https://github.com/owner/name", pages)
+    assert text == "More: ddp-losses explain F02, or https://owner.github.io/name/explain/F02.html"
+    assert addressed(monkeypatch, "Source, https://github.com/owner/name") == "More: ddp-losses explain F02"
 
 
 def test_ranks_that_differ_are_sent_to_the_page_of_what_differs() -> None:
@@ -92,4 +121,4 @@ def test_ranks_that_differ_are_sent_to_the_page_of_what_differs() -> None:
     assert pickle.loads(pickle.dumps(caught.value)).page == "GlobalBatchLoss"
     with pytest.raises(errors.RankMismatchError) as caught:
         _refuse_other_items("state", [["a"], ["b"]], [True, False])  # type: ignore[list-item]
-    assert caught.value.__notes__ == ["More: ddp-losses explain F52"]
+    assert caught.value.__notes__ == [explained_by("F52")]

@@ -77,7 +77,8 @@ class Finding:
     """Records one finding of one check.
 
     Attributes:
-        fault: Id of the fault in ``faults.FAULTS``. ``ddp-losses explain`` shows its row.
+        fault: Id of the fault in ``faults.FAULTS``. ``ddp-losses explain`` shows its row. Empty for a fault that the table does not have:
+            then ``fix`` is required, and it is an error unless ``graded`` says otherwise.
         what: Fault as the user knows it.
         expected: Healthy state.
         ranks: Affected ranks. Empty for all of them.
@@ -112,7 +113,10 @@ class Finding:
     graded: Severity | None = None
 
     def __post_init__(self) -> None:
-        expect(self.fault in FAULTS, "Finding.fault", expected="an id of FAULTS", got=repr(self.fault))
+        is_known = self.fault in FAULTS
+        is_own = self.fault == "" and self.fix != ""
+        expected = 'an id of FAULTS, or "" with a `fix`'
+        expect(is_known or is_own, "Finding.fault", expected=expected, got=repr(self.fault))
 
     @classmethod
     def of(
@@ -143,7 +147,9 @@ class Finding:
     @property
     def severity(self) -> Severity:
         """Return the severity: that of the fault, unless the finding has a separate one."""
-        return self.graded or FAULTS[self.fault].severity
+        if self.graded or not self.fault:
+            return self.graded or "error"
+        return FAULTS[self.fault].severity
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -156,12 +162,15 @@ class Finding:
         Args:
             further: Line before that command. Empty for none.
         """
-        what = f"{self.check}, {self.fault}, {place_of(self.moment, self.step)}: {self.what}"
+        where = ", ".join(part for part in (self.check, self.fault, place_of(self.moment, self.step)) if part)
+        what = f"{where}: {self.what}"
         if self.ranks:
             what += f" (rank {', '.join(map(str, self.ranks))})"
         if self.max_difference is not None:
             what += f", max difference {self.max_difference:.3g}"
-        lines = [self.fix or FAULTS[self.fault].fix, further, explained_by(self.fault)]
+        lines = [self.fix, further]
+        if self.fault:
+            lines = [self.fix or FAULTS[self.fault].fix, further, explained_by(self.fault)]
         fix = "\n".join(line for line in lines if line)
         return format_error(what, expected=self.expected or None, ranks=list(self.values) or None, fix=fix)
 

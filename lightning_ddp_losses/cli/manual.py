@@ -311,12 +311,14 @@ READERS
 
 ## What do you look for?
 
+* `ddp-losses explain symptoms`: which of these am I? Ten things that people say
 * `ddp-losses explain losses`: every loss by its usual name, with the call and its cost
 * `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
 * `ddp-losses explain certificates`: is plain DDP right for my loss, and if not, which line?
 * `ddp-losses explain own_data`: train on a csv file or arrays of yours, without programming
 * `ddp-losses explain retrieval`: recall@k, MAP@R and kNN accuracy over all ranks
 * `ddp-losses explain maxsim`: late interaction (ColBERT) over texts of different lengths
+* `ddp-losses explain extending`: your own loss, check, strategy or recipe
 * `ddp-losses explain testing`: parity as a test, in continuous integration
 * `ddp-losses explain parts`: a tour of what the package does, with code
 * `ddp-losses explain migrate`: recipes for those who come from another host or library
@@ -477,10 +479,10 @@ def searched_pages() -> list[search.Page]:
 
 
 def _files_by_topic() -> dict[str, str]:
-    """Return the text of each page that is a file by its topic. The changelog has a word of everything."""
+    """Return the text of each page that a search may lead to and that is a file. Two pages have a word of everything, and are left out."""
     recipe_pages = {f"migrate {name}": text for name, text in recipes().items()}
     others = about()
-    del others["changelog"]
+    del others["changelog"], others["symptoms"]
     return recipe_pages | readers() | others
 
 

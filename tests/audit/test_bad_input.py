@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_losses import AuditError, AuditReport, ConfigurationError, DDPLossError, InputError, audit
+from lightning_ddp_losses.errors import explained_by
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, rows
 
@@ -196,4 +197,4 @@ def test_audits_that_cannot_work(name: str) -> None:
 def test_the_page_of_an_error_is_that_of_its_cause(name: str, page: str) -> None:
     with pytest.raises(AuditError) as caught:
         REFUSED[name][0]()
-    assert caught.value.__notes__ == [f"More: ddp-losses explain {page}"]
+    assert caught.value.__notes__ == [explained_by(page)]

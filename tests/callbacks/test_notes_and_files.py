@@ -38,6 +38,7 @@ from lightning_ddp_losses.callbacks import device_check
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.callbacks.findings import place_of
 from lightning_ddp_losses.cli import CellsDataModule, LossCLI
+from lightning_ddp_losses.errors import explained_by
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
@@ -72,7 +73,7 @@ def test_notes_of_a_healthy_run(pool: RankPool) -> None:
         assert {severity for _, severity, _ in found} == {"note"}
         assert {"F29", "F33", "F72"} == set(texts)
         assert "`contrast`" in texts["F29"]
-        assert all(text.endswith(f"More: ddp-losses explain {fault}") for fault, text in texts.items())
+        assert all(text.endswith(explained_by(fault)) for fault, text in texts.items())
 
 
 class Graphs(Subject):  # two graphs of eight nodes in a batch, or edges alone

@@ -22,7 +22,7 @@ from lightning_ddp_losses.callbacks.findings import Cause
 from lightning_ddp_losses.cli import main, manual
 from lightning_ddp_losses.cli.manual import find_page, run_explain
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
-from lightning_ddp_losses.errors import DDPLossError
+from lightning_ddp_losses.errors import DDPLossError, explained_by
 from tests.processes import ROOT, run_python
 
 # the builder of the HTML manual is no module of a package
@@ -192,16 +192,16 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_findings_end_with_the_command_that_explains_them() -> None:
     lead = Finding("F24", "gradient of `loss.W`", check="GradientFlowCheck")
     lines = lead.text().splitlines()
-    assert lines[-2:] == [FAULTS["F24"].fix, "More: ddp-losses explain F24"]
+    assert lines[-2:] == [FAULTS["F24"].fix, explained_by("F24")]
     followed = Cause(lead, [Finding("SYNC", "gradients", check="GradientFlowCheck")]).text().splitlines()
-    assert followed[-2:] == ["  of the same cause: GradientFlowCheck, SYNC, gradients", "More: ddp-losses explain F24"]
+    assert followed[-2:] == ["  of the same cause: GradientFlowCheck, SYNC, gradients", explained_by("F24")]
 
 
 def test_diagnoses_end_with_the_command_that_explains_them(tmp_path: Path) -> None:
     known = Diagnosis("F24", "a factor", "seen.", "Do this.")
     report = AuditReport(False, [], [], [], [known, Diagnosis("", "unknown", "seen.", "Look.")], [])
     lines = [line.strip() for line in str(report).splitlines()]
-    assert lines[lines.index("Do: Do this.") + 1] == "More: ddp-losses explain F24"
+    assert lines[lines.index("Do: Do this.") + 1] == explained_by("F24")
     assert lines[-1] == "Do: Look."
     report.to_html(tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text().count("ddp-losses explain F24") == 1
@@ -231,6 +231,22 @@ def test_the_indexes_lead_to_every_page(tmp_path: Path) -> None:
     for key in SYMPTOMS:
         assert f"(manual/faults.html#{key})" in start
         assert f'<a id="{key}"></a>' in faults
+
+
+def test_the_short_address_of_an_error_leads_to_its_page(tmp_path: Path) -> None:
+    build.write_short_addresses(tmp_path)
+    expected = {
+        "F24": "../manual/faults/F24.html",
+        "loop": "../manual/loop.html",
+        "pml": "../manual/recipes/pml.html",
+        "tokens": "../manual/readers/tokens.html",
+        "hang": "../manual/faults.html#hang",
+        "GlobalBatchLoss": "../lightning_ddp_losses.html#GlobalBatchLoss",
+    }
+    for topic, address in expected.items():
+        assert f'0; url={address}"' in (tmp_path / "explain" / f"{topic}.html").read_text()
+    for error in every_error():
+        assert not error.page or (tmp_path / "explain" / f"{error.page}.html").exists()
 
 
 def test_pages_link_faults_commands_and_names() -> None:
@@ -298,7 +314,7 @@ def test_hosts_and_peers_need_no_further_word() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_finding_of_each_fault_ends_with_its_command(fault: str) -> None:
-    assert Finding(fault, "it").text().splitlines()[-1] == f"More: ddp-losses explain {fault}"
+    assert Finding(fault, "it").text().splitlines()[-1] == explained_by(fault)
     assert find_page([fault])
 
 
@@ -320,7 +336,7 @@ def test_errors_name_a_page_that_exists_and_all_but_the_general_ones_name_one() 
     for error in errors:
         if error.page:
             assert find_page([error.page])
-            assert error("it").__notes__ == [f"More: ddp-losses explain {error.page}"]
+            assert error("it").__notes__ == [explained_by(error.page)]
     # of many causes: their text says what to do, and findings inside have commands of their own
     assert {error.__name__ for error in errors if not error.page} == {
         "DDPLossError",

@@ -35,6 +35,8 @@ PHRASES = {
     "learning rate": "F18",
     "continuous integration": "testing",
     "my own data": "own_data",
+    "write my own check": "extending, RankCheck",
+    "subclass of the strategy": "extending",
     "deadlock": "F32, hang",
     "oom": "microbatched, migrate fsdp2",
     "tensorboard": "migrate wandb",
