@@ -193,11 +193,12 @@ class AuditReport:
         return console.file.getvalue()
 
     def _repr_html_(self) -> str:
-        """Return the summary and the diagnoses for the last line of a notebook's cell. The rest folds out."""
+        """Return the summary, the diagnoses and the figure for the last line of a notebook's cell. The rest folds out."""
         parts = [f"<b>{html.escape(self.summary())}</b>"]
         for each in self.diagnoses:
             fault = f" ({each.fault})" if each.fault else ""
             parts.append(f"{html.escape(each.title)}{fault}: {html.escape(each.fix)}")
+        parts.append(self._figure_as_html())
         parts.append(f"<details><summary>All</summary><pre>{html.escape(str(self))}</pre></details>")
         return "<br>".join(parts)
 
@@ -221,14 +222,7 @@ class AuditReport:
 
     def to_html(self, path: Path | str) -> None:
         """Write one page that holds everything, the figure included (without it if matplotlib is missing)."""
-        try:
-            picture = BytesIO()
-            draw_audit(self).savefig(picture, format="png", dpi=_DPI)
-            data = base64.b64encode(picture.getvalue()).decode()
-            figure = f'<img alt="Ratio of gradient norms for each parameter" src="data:image/png;base64,{data}">'
-        except ImportError:
-            figure = "<p>(No figure: matplotlib is not installed.)</p>"
-        page = _PAGE.replace("$state", self.verdict).replace("$figure", figure)
+        page = _PAGE.replace("$state", self.verdict).replace("$figure", self._figure_as_html())
         # rows of one step, then of the others
         groups = [(f"Gradients at step {self._shown_step}, worst first", self.worst())]
         groups.append(("Gradients at the other steps", [row for row in self.rows if row.step != self._shown_step]))
@@ -238,6 +232,16 @@ class AuditReport:
         for part in (*self._parts(tables), Text(f"\n{self._settings_sentence()}", style="dim")):
             console.print(part, soft_wrap=not isinstance(part, Table))
         _with_folder(path).write_text(console.export_html(inline_styles=True, code_format=page))
+
+    def _figure_as_html(self) -> str:
+        """Return the figure as an image that a page holds, or a sentence if matplotlib is missing."""
+        picture = BytesIO()
+        try:
+            draw_audit(self).savefig(picture, format="png", dpi=_DPI)
+        except ImportError:
+            return "<p>(No figure: matplotlib is not installed.)</p>"
+        data = base64.b64encode(picture.getvalue()).decode()
+        return f'<img alt="Ratio of gradient norms for each parameter" src="data:image/png;base64,{data}">'
 
     def _settings_sentence(self) -> str:
         s = self.settings

@@ -153,6 +153,7 @@ def test_no_process_holds_more_than_three_times_the_parameters(tmp_path: Path) -
 def test_a_notebook_shows_a_report_in_short() -> None:
     found = Diagnosis("F07", "a <dtype>", "seen.", "Do this.")
     shown = AuditReport(False, [], [], [], [found], [], {"devices": 2, "steps": 3})._repr_html_()
+    assert shown.count("data:image/png;base64,") == 1
     short, rest = shown.split("<details>")
     assert "Different: 2 ranks" in short
     assert "a &lt;dtype&gt; (F07): Do this." in short
