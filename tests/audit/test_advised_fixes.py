@@ -3,6 +3,8 @@
 | faults | where their fix is run |
 |---|---|
 | F20, F21, F22, F23, F27, F29, F30, F37, F59 | here |
+| F01, F02, F04 to F06, F08 to F10, F13, F17, F32, F35, F36, F41, F49, F67 to F71, F84 | `test_advised_fixes_of_training.py` |
+| F83, F85 | `tests/strategies/test_resuming.py`: runs killed after any step, with both advised samplers |
 | F38, F64 | `tests/callbacks/test_absent_gradients.py`, `tests/callbacks/data_cases.py` |
 | F46, F55 | `tests/callbacks/test_advice.py` |
 | F51, F54 | `tests/metrics/test_synced.py`, `tests/strategies/test_evaluation.py` |

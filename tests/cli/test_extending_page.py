@@ -84,7 +84,7 @@ class Padded(LightningModule):
         return DataLoader([(torch.ones(width), torch.ones(1)) for _ in range(4)], batch_size=2)  # type: ignore[arg-type]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layer(batch[0].mean(1, keepdim=True)).sum()
+        return self.layer(batch[0].mean(1, keepdim=True)).sum()  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
