@@ -8,8 +8,10 @@ Faults, commands and public names in these texts become links.
 from __future__ import annotations
 
 import ast
+import html
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -20,7 +22,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_ddp_losses.cli import manual
+from lightning_ddp_losses.cli import manual, search
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS
 
 HERE = Path(__file__).parent
@@ -158,6 +160,23 @@ def complete_namespaces() -> None:
             public.update({name: value for name, value in names.items() if name not in public})
 
 
+def indexed_pages() -> list[dict[str, str]]:
+    """Return the pages that `ddp-losses explain` searches, as pdoc's list of results shows them."""
+    topics = name_addresses() | addresses(page_texts())
+    found = []
+    for page in manual.searched_pages():
+        path, _, anchor = topics[page.topic].partition("#")
+        shown = {
+            "fullname": page.topic,
+            "modulename": path.removesuffix(".html").replace("/", "."),
+            "qualname": anchor,
+            "kind": "page",
+            "doc": html.escape(manual.title_of_topic(page.topic)),
+        }
+        found.append(shown | {column: getattr(page, column) for column in search.WEIGHTS})
+    return found
+
+
 def write_short_addresses(site: Path) -> None:
     """Write `explain/TOPIC.html` for each topic of one word. Errors name this address; it leads to the page."""
     folder = site / "explain"
@@ -188,6 +207,8 @@ def main() -> None:
         warnings.filterwarnings("ignore", "Cannot determine where .* is taken from")
         # a NamedTuple's constructor does not name its module
         warnings.filterwarnings("ignore", r"Error parsing type annotation ForwardRef\('Tensor'\) for .*\.Moments\.")
+        names = {"searched_pages": json.dumps(indexed_pages()), "search_weights": json.dumps(search.WEIGHTS)}
+        pdoc.render.env.globals.update(names)
         pdoc.pdoc(START, *places, output_directory=site)
     write_short_addresses(site)
     pictures = site / START / "pictures"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MOST = 3
 """Pages that are shown."""
-# bm25's weight of each column: the topic is not searched
-_WEIGHTS = (0.0, 8.0, 8.0, 4.0, 1.0)
+WEIGHTS = {"title": 8.0, "words": 8.0, "summary": 4.0, "text": 1.0}
+"""bm25's weight of each column. The topic is not searched."""
 _LITTLE = """
     a about all am an and are as at be but by can do does for from has have how i if in is it its me my no not of on only or our so that the
     their them there they this to too use using was we what when where which while why will with you your
@@ -105,7 +105,7 @@ class Index:
         if not words:
             return []
         query = " OR ".join(f'"{word}"' for word in words)
-        rank = f"bm25(pages, {', '.join(map(str, _WEIGHTS))})"
+        rank = f"bm25(pages, 0.0, {', '.join(map(str, WEIGHTS.values()))})"
         found = self._table.execute(
             f"SELECT topic FROM pages WHERE pages MATCH ? ORDER BY {rank} LIMIT {MOST}", (query,)
         )

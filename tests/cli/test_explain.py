@@ -19,7 +19,7 @@ from lightning_ddp_losses import AuditReport
 from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.findings import Cause
-from lightning_ddp_losses.cli import main, manual
+from lightning_ddp_losses.cli import main, manual, search
 from lightning_ddp_losses.cli.manual import find_page, run_explain
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 from lightning_ddp_losses.errors import DDPLossError, explained_by
@@ -231,6 +231,18 @@ def test_the_indexes_lead_to_every_page(tmp_path: Path) -> None:
     for key in SYMPTOMS:
         assert f"(manual/faults.html#{key})" in start
         assert f'<a id="{key}"></a>' in faults
+
+
+def test_the_search_of_the_site_has_the_pages_and_columns_of_the_terminal() -> None:
+    pages = {page["fullname"]: page for page in build.indexed_pages()}
+    modules = {*build.page_texts(), *manual.PLACES}
+    assert pages.keys() == {page.topic for page in manual.searched_pages()}
+    for page in manual.searched_pages():
+        assert all(pages[page.topic][column] == getattr(page, column) for column in search.WEIGHTS)
+        assert pages[page.topic]["modulename"] in modules
+    assert pages["F24"]["modulename"] == "manual.faults.F24"
+    assert pages["hang"]["qualname"] == "hang"
+    assert pages["migrate pml"]["doc"] == manual.title_of(manual.recipes()["pml"])
 
 
 def test_the_short_address_of_an_error_leads_to_its_page(tmp_path: Path) -> None:
