@@ -151,7 +151,7 @@ def complete_namespaces() -> None:
         module = importlib.import_module(found.name)
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                exec(ast.unparse(node.body), vars(module))
+                exec(ast.unparse(ast.Module(node.body, [])), vars(module))
         names = vars(module) | names
     for place in manual.PLACES:
         public = vars(importlib.import_module(place))

@@ -27,8 +27,9 @@ def manual_address() -> str:
         addresses = importlib.metadata.metadata("lightning-ddp-losses").get_all("Project-URL") or ()
     except importlib.metadata.PackageNotFoundError:
         return ""
-    by_name = dict(each.split(", ", 1) for each in addresses)
-    return by_name.get("Documentation", "").rpartition("/")[0]
+    by_name = {name: address for name, _, address in (each.partition(", ") for each in addresses)}
+    page: str = by_name.get("Documentation", "")
+    return page.rpartition("/")[0]
 
 
 class DDPLossError(RuntimeError):
