@@ -1,7 +1,7 @@
 """The set-up of DDP: its options, the start of the world, who reduces which parameter, buffers, frozen parameters, batch norm, launchers.
 
 Batch norm: ``Trainer(sync_batchnorm=True)`` on a device where torch's ``SyncBatchNorm`` does not run gets the exact one. Layers and
-strategies do not know each other. The package hands the plugin over when it is imported.
+strategies do not import each other: the package passes the plugin on when it is imported.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _WITHOUT_TORCHS_BATCH_NORM = ("cpu", "mps")
 def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return DDP's options that differ from DDP's defaults.
 
-    A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself). The settings
-    must be those of Python code that names none.
+    A YAML file fills in all of them with their defaults, even ``device_ids``, which Lightning passes itself. A YAML file and Python
+    code without these options must give the same settings.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     changed = {}
@@ -94,7 +94,7 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
 
 
 def start_strategy_world(strategy: Any, timeout: timedelta | None) -> None:
-    """Start the default process group of a strategy's processes, as Lightning does, but over separate keys (``rendezvous``)."""
+    """Start the default process group of a strategy's processes like Lightning, but over separate keys (``rendezvous``)."""
     environment, device = strategy.cluster_environment, strategy.root_device
     refuse_foreign_address(environment, strategy.num_nodes)
     address, port = environment.main_address, environment.main_port
@@ -116,7 +116,7 @@ def refuse_foreign_address(environment: Any, num_nodes: int) -> None:
     """Refuse an address of another machine for ranks that are all on this one: they would wait there until the time-out.
 
     Args:
-        environment: Lightning's cluster environment. Those of a cluster or of ``torchrun`` know their address.
+        environment: Lightning's cluster environment. A cluster's and ``torchrun``'s have a correct address.
         num_nodes: Number of nodes of the Trainer.
 
     Raises:
@@ -144,7 +144,7 @@ class WrapPlan:
 
     Attributes:
         reduced: Parameters that the model's DDP reduces. None, where DDP would refuse the module (a frozen encoder).
-        ignored: Names that the model's DDP leaves alone: the losses', class shards, and the user's own.
+        ignored: Names that the model's DDP ignores: losses, class shards, and names that the user excluded.
         ignored_by_user: Names that the user excluded from DDP. Their gradients stay local.
         unsynchronised: Tensors that DDP will not broadcast and that ought to start equal.
     """
@@ -166,7 +166,7 @@ def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
     shards = {name for name, tensor in tensors.items() if shard_of(tensor) is not None}
     ignored = of_losses | by_user | shards
     reduced = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-    # without a DDP around the model there is no other broadcast
+    # without a DDP around the model nothing else broadcasts these tensors
     left = of_losses if reduced else set(tensors) - by_user
     unsynchronised = [tensor for name, tensor in tensors.items() if name in left - shards]
     return WrapPlan(reduced, ignored, by_user, unsynchronised)
@@ -197,8 +197,8 @@ def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) ->
 def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable[[], None]) -> None:
     """Let DDP send its buckets when backward is through, in the order of the buckets, which is the same on every rank.
 
-    With ``find_unused_parameters`` ranks may use different parts of the model. Gradients then arrive in another order on each rank, and a
-    bucket that left at once could meet a global loss's exchange in backward on a rank with the other order.
+    With ``find_unused_parameters`` ranks may use different parts of the model. Gradients then arrive in another order on each rank. If
+    buckets were sent immediately, one could be paired with a global loss's exchange in the backward of a rank with the other order.
 
     Args:
         ddp: The model's DDP, without a communication hook.
@@ -228,11 +228,11 @@ def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
     """Give all ranks rank 0's buffers if there is no DDP around the model. The losses keep theirs.
 
-    As DDP's forward does it, message for message: it may run on the other ranks, which have frozen less.
+    The messages are those of DDP's forward, which may run on ranks with fewer frozen parameters.
     """
     if ddp_kwargs.get("forward_sync_buffers", ddp_kwargs.get("broadcast_buffers", True)) is False:
         return
-    # each step comes here, and most models have no buffer: names take ten times as long
+    # called in each step: most models do not have buffers, and names take ten times as long
     owned = [loss for loss in losses if loss.owned]
     if not dist.is_initialized() or not has_buffers(module, [loss.module for loss in owned]):
         return
@@ -261,7 +261,7 @@ def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
     """Return the names of those parameters that DDP reduces and that do not train any more."""
     frozen = [id(tensor) for tensor in reduced if not tensor.requires_grad]
     if not frozen:
-        return []  # each step comes here, and names take long
+        return []  # called in each step, and names take long
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [names.get(place, "a parameter that the module holds no more") for place in frozen]
 
@@ -310,9 +310,9 @@ def refuse_sharded_parameters(module: nn.Module) -> None:
 
 
 def refuse_static_graph_by_hand(module: LightningModule, ddp_kwargs: Mapping[str, Any]) -> None:
-    """Refuse a static graph in manual optimisation: the gradients of the first backward would stay those of each rank.
+    """Refuse a static graph in manual optimisation: the gradients of the first backward would not be reduced.
 
-    DDP reduces them all together in that backward, which it knows of by what ``forward`` returns. ``manual_backward`` runs before that.
+    DDP reduces them together in that backward, which it finds through the result of ``forward``. ``manual_backward`` runs earlier.
     (torch 2.13, Lightning 2.6.6)
 
     Raises:
@@ -380,12 +380,12 @@ def refuse_notebook(launcher: Any, strategy_name: str) -> None:
 class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[misc]
     """Launches ranks as processes of the main one (``spawn``, ``fork``, a notebook), and sends whole tensors back.
 
-    After a fit the first rank of a node sends its module's ``state_dict`` to the main process there, which loads it. A sharded weight in it
-    would have one rank's classes only, so all ranks assemble the whole weight.
+    After a fit the first rank of a node sends its module's ``state_dict`` to the main process of that node, which loads it. A sharded
+    weight in it would have only one rank's classes, so all ranks assemble the whole weight.
     """
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        """Return what goes to the main process, None on most ranks. Every rank comes here, at the healthy end of its run.
+        """Return the data for the main process, None on most ranks. Collective, at the end of a run without errors.
 
         Communication: after a fit, each rank sends its part of sharded weights to the first rank of each node.
         """
@@ -395,7 +395,7 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
         strategy = trainer.strategy
         first_ranks = range(0, process_groups.world_size(), strategy.num_processes)
         state = strategy.whole_module_state(first_ranks)
-        # 2. what has no place there
+        # 2. losses that the module of the main process lacks
         adopted = sorted({".".join(name.split(".")[:2]) for name in state if name.startswith(f"{ADOPTED}.")})
         if adopted:
             rank_zero_warn(
@@ -403,7 +403,7 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
                 "the main process keeps them as they were before the fit. Assign them to attributes of the LightningModule, or take "
                 "them from a checkpoint."
             )
-        # 3. Lightning asks the module
+        # 3. Lightning calls the module's `state_dict`
         module = trainer.lightning_module
         module.state_dict = lambda *args, **kwargs: state
         try:
@@ -432,7 +432,7 @@ def register_aliases(registry: Any, theirs: type, ours: Callable[..., Any]) -> N
 
 
 def refuse_in_fabric(*, asked: str, **_: Any) -> NoReturn:
-    """Refuse the name of a Trainer's strategy in Fabric, which has no such strategy.
+    """Refuse the name of a strategy that exists for the Trainer but not for Fabric.
 
     Args:
         asked: The name under which it is registered.
@@ -458,7 +458,7 @@ def nearest_names(name: str) -> str:
 
 
 def register_refusals(names: list[str], registry: Any) -> None:
-    """Register the refusal under each of our names that Fabric does not know."""
+    """Register the refusal under each name of this package that is not registered in Fabric."""
     for name in names:
         if name not in registry:
             registry.register(name, refuse_in_fabric, description="for lightning.pytorch.Trainer only", asked=name)

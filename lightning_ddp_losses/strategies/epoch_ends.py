@@ -1,22 +1,21 @@
 """Uneven ends: a fit with different numbers of training batches on the ranks.
 
-Under plain DDP the rank with more batches waits for ever, or until the time-out. Lightning decides before each step whether this is the
-last batch, whether the optimizer steps and whether validation runs, from what this rank's loader says. So the ends are agreed where
-batches are fetched: the combined loader of the fit has the same length and end on every rank, and all that Lightning
-derives from them is so too.
+Under plain DDP the rank with more batches waits until the timeout, if there is one. Before each step Lightning decides from this rank's
+loader whether this is the last batch, whether the optimizer steps and whether validation runs. So ranks agree on the ends where batches
+are fetched: the combined loader of the fit has the same length and end on every rank, and so Lightning's decisions are equal as well.
 
 | lengths | how the end is agreed | communication |
 |---|---|---|
 | known on every rank | compared when an iterator is made | one handshake per epoch |
 | unknown | each fetch says whether there was a batch; Lightning fetches one ahead | one handshake per fetch |
 
-Legend: ``W`` ranks. A *stream* is one loader's batches for one rank in one epoch. With ``uneven="error"`` it is those that all
-loaders together give, as they are not to be changed. A rank *lacks rows* in a step for which its stream has none left: with
-``uneven="join"`` it gets a batch of 0 rows, where that leaves the gradients exact.
+Legend: ``W`` ranks. A *stream* is the sequence of batches from one loader, for one rank in one epoch. With ``uneven="error"``, which
+must not change batches, it is the sequence from all loaders together. A rank *lacks rows* in a step if its stream has ended: with
+``uneven="join"`` it gets a batch of 0 rows if gradients remain exact.
 
-Such a batch does not change a loss over the rows of all ranks. Any other loss would be silently wrong: the mean of no rows is not a
-number, and a mean over one rank's rows is divided by W though fewer ranks have some. So the graph of the back-propagated loss is
-looked at on every rank, whenever some rank has no rows: each path to a parameter must pass a value over all ranks.
+Such a batch does not change a loss over the rows of all ranks. Any other loss would be silently wrong: the mean of 0 rows is NaN, and
+a mean over one rank's rows is divided by W although fewer ranks have rows. So if some rank lacks rows, every rank inspects the graph of
+the back-propagated loss: each path to a parameter must pass through a value over all ranks.
 """
 
 from __future__ import annotations
@@ -83,10 +82,10 @@ class UnevenEnds(FitPart):
         self.mode = fit.options.uneven
 
     def setup(self) -> None:
-        """Replace the training loaders, before ``configure_optimizers``, which may ask for them.
+        """Replace the training loaders. This runs before ``configure_optimizers``, which may use them.
 
         Raises:
-            ConfigurationError: for ``training_step(dataloader_iter)``, which fetches by itself.
+            ConfigurationError: for ``training_step(dataloader_iter)``, which fetches its own batches.
         """
         if not self.fit.is_fitting:
             return
@@ -106,7 +105,7 @@ class UnevenEnds(FitPart):
         """Return the user's training loaders with common ends. Communication: one handshake."""
         with self.fit.raise_on_all_ranks("train_dataloader"):
             given = request()
-        # Lightning waits here, for a rank that may have failed
+        # Lightning waits at this place for all ranks, and one may have failed
         handshake.all_gather_between_steps("train_dataloader", {})
         return as_combined(given, CommonEnds, ends=self)
 
@@ -150,7 +149,7 @@ class UnevenEnds(FitPart):
         return int(self.fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def refuse_lengths(self, lengths: Sequence[float]) -> None:
-        """Refuse lengths by rank that differ, unless the fit ends before.
+        """Refuse lengths that differ by rank, unless the fit ends earlier.
 
         Raises:
             InputError: on every rank.
@@ -168,7 +167,7 @@ class UnevenEnds(FitPart):
 
         Raises:
             StopIteration: if the epoch ends here for all.
-            InputError: on every rank, where ends are not to differ and the fit goes on.
+            InputError: on every rank, if ends must not differ and the fit continues.
         """
         if self.mode == "stop":
             self.log_left_out(["1 or more" if has else "none" for has in has_batch])
@@ -210,7 +209,7 @@ class JoinedEnds(FitPart):
             refuse_plain_norms(self.fit.module)
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Refuse a loss that is not over the rows of all ranks, if some rank lacks rows in this step. Communication: one handshake then."""
+        """Refuse a loss that is not over the rows of all ranks, if some rank lacks rows. Communication: one handshake in such a step."""
         if self.fit.lacks_rows:
             refuse_local_losses(loss, self.fit.module)
         return loss
@@ -240,7 +239,7 @@ class CommonEnds(CombinedLoader):
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders. Lightning sets them when it has put in its samplers, and then asks for their lengths."""
+        """The loaders. Lightning sets them after it has inserted its samplers, and reads their lengths next."""
         return super().flattened
 
     @flattened.setter
@@ -262,7 +261,7 @@ class CommonEnds(CombinedLoader):
             own = own_lengths, list(own_limits or [math.inf] * len(own_lengths)), sized_len(self)
         by_rank = handshake.all_gather_json("training epoch", {"uneven": self.ends.mode}, own)
         lengths, limits, together = zip(*by_rank, strict=True)
-        # a limit alone does not say how many batches come
+        # a limit does not give the number of batches
         is_known = all(None not in numbers for numbers in (together, *lengths))
         if self.ends.mode == "error":
             # all loaders together are one stream, of the same length on every rank
@@ -329,7 +328,7 @@ class _Stream:
         return self
 
     def __iter__(self) -> _Stream:
-        """Begin again, as a shorter loader does while the longest goes on."""
+        """Start again, like a shorter loader while the longest continues."""
         self.over(iter(self._loaders[0]).__next__)
         self._trained = 0
         return self
@@ -363,7 +362,7 @@ class _Stream:
         return batch
 
     def _fetch_by_length(self, lengths: Sequence[int], trained: int) -> tuple[list[bool], list[bool], Any]:
-        """Return which ranks have a batch, which know the structure of one, and this rank's. The lengths say so."""
+        """Return from the lengths which ranks have a batch, which have seen the structure of one, and this rank's batch."""
         place, own, batch = trained + self._fetched, lengths[process_groups.rank()], None
         if place >= len(self):
             raise StopIteration
@@ -405,7 +404,7 @@ class _Stream:
         return copy.deepcopy(self._empty)
 
     def _share_structure(self, batch: Any) -> None:
-        """Give a rank that never had a batch the structure of the peers'. Every rank comes here, with its batch or None.
+        """Send the structure of a batch to ranks that never had one. Collective: call on every rank, with the batch or None.
 
         Raises:
             InputError: on every rank, for a batch that other ranks could not read without running something.
@@ -442,10 +441,10 @@ class _Stream:
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch of the same structure with 0 rows. Strings, bools and None stay, of rows that are a list of them none.
+    """Return a batch of the same structure with 0 rows. Strings, bools and None remain; a list with one of them per row becomes empty.
 
     Raises:
-        InputError: naming what has no axis of rows, of as many rows as the rest of the batch.
+        InputError: naming the entry that lacks an axis of rows, or has another number of rows than other entries.
     """
     sizes = dict(_first_axes(batch, "batch"))
     rows = set(sizes.values())
@@ -473,7 +472,7 @@ def _first_axes(part: Any, path: str) -> Iterator[tuple[str, int]]:
 
 def _emptied(part: Any, path: str, rows: int) -> Any:
     if isinstance(part, Tensor):
-        return part.detach()[:0].clone()  # a slice alone would keep the memory of the whole
+        return part.detach()[:0].clone()  # a slice would keep the memory of the whole tensor
     if is_array(part):
         return part[:0].copy()
     if isinstance(part, _KEPT):

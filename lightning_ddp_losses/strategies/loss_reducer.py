@@ -6,12 +6,12 @@ DDP ignores by the user's choice). What follows from their names, shapes, dtypes
 backward compares these, and makes another plan if one has changed. Every gradient has its mean when ``reduce`` returns:
 
 0. The call check of this backward carries a has-gradient flag per parameter, and on the CPU the small gradients too if they are few bytes.
-   Larger ones on the CPU leave as soon as all flags are known, next to the rest of backward. This counts if the gradients of all losses
-   that ran are complete by then on every rank, and do not change later.
-1. Else one flat buffer of [flags | small gradients of the losses that may have some]. On an accelerator flags travel from host to host
+   Larger ones on the CPU are sent as soon as all flags are known, while backward continues. The result is used if the gradients of all
+   losses that ran were complete on every rank, and did not change later.
+1. Otherwise one flat buffer of [flags | small gradients of the losses that may have some]. On an accelerator flags travel from host to host
    instead, without a wait for the device.
-2. Flags must sum to 0 or W: else the same error on every rank.
-3. The remaining gradients, all at once. Each one over ``LARGE_BYTES`` is reduced in its own memory.
+2. Flags must sum to 0 or W; otherwise every rank raises the same error.
+3. The remaining gradients, together. Each one over ``LARGE_BYTES`` is reduced in its own memory.
 
 ``ModelReduction`` tells exact values how the model itself is reduced.
 """
@@ -49,7 +49,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 
 class ReducedParameter(NamedTuple):
-    """A parameter that the strategy reduces by itself.
+    """A parameter that the strategy reduces, and not DDP.
 
     Attributes:
         name: Name in the module.
@@ -63,7 +63,7 @@ class ReducedParameter(NamedTuple):
 
 
 class ReductionPlan:
-    """The parameters of a backward, and what follows from them. It serves as long as they keep their names, shapes, dtypes and devices.
+    """The parameters of a backward, and what follows from them. It is reused while their names, shapes, dtypes and devices are the same.
 
     Args:
         reduced: Parameters, sorted by name.
@@ -73,7 +73,7 @@ class ReductionPlan:
     Attributes:
         reduced: Parameters, sorted by name.
         new: Those of them that are not known to be equal on all ranks.
-        parameters: The parameters alone.
+        parameters: The parameters without their names.
         is_small: For each, whether its gradient shares a buffer with others.
         is_on_host: Whether gradients can be read without waiting for an accelerator.
         is_of_losses: Whether each belongs to a loss. The gradient of another one may arrive at the end of backward.
@@ -240,14 +240,14 @@ class Gradients:
 
 @dataclass
 class _SentGradients:
-    """The gradients that left in the call check, or right after it.
+    """The gradients that were sent in the call check, or right after it.
 
     Attributes:
-        seen: All gradients as they were then.
+        seen: All gradients at that time.
         flags: Their flags, as bytes.
-        parameters: Parameters with small gradients that have left. None on an accelerator, where only flags leave.
+        parameters: Parameters with small gradients that were sent. None on an accelerator, where only flags are sent.
         dtype: Dtype of those gradients on the wire.
-        mean: Function that waits for their mean. None if no gradient has left.
+        mean: Function that waits for their mean. None if no gradient was sent.
     """
 
     seen: Gradients
@@ -257,7 +257,7 @@ class _SentGradients:
     mean: Callable[[], Tensor] | None = None
 
     def changed(self, now: Gradients) -> list[bool]:
-        """Return for each gradient whether it has changed since. On an accelerator that is whether it has come or gone."""
+        """Return for each gradient whether it has changed. On an accelerator only its presence is compared."""
         if self.parameters is not None:
             return now.changed_since(self.seen)
         return list(map(ne, now.flags, self.seen.flags))
@@ -268,7 +268,7 @@ class LossReducer:
 
     Args:
         parameters: Those parameters.
-        wire_dtype: dtype on the wire. None: each gradient's own, and at least float32 for small ones.
+        wire_dtype: dtype on the wire. If None, each gradient's own dtype, and at least float32 for small ones.
 
     Attributes:
         parameters: Those parameters.
@@ -296,7 +296,7 @@ class LossReducer:
             self._before = before
 
     def pack(self, plan: ReductionPlan) -> bytes:
-        """Return this rank's part of the call check: flags, and few bytes of gradients. Empty if some are yet to come."""
+        """Return this rank's part of the call check: flags, and few bytes of gradients. Empty if some gradients are still missing."""
         before, self._before = self._before, None
         if not plan.parameters or not plan.is_of_losses or process_groups.world_size() == 1:
             return b""
@@ -339,8 +339,8 @@ class LossReducer:
         """Replace each gradient by its mean over ranks.
 
         Args:
-            plan: Parameters of this backward. None: they are looked up.
-            expected: Per loss, whether its parameters may hold gradients, as all ranks have agreed. None: all may.
+            plan: Parameters of this backward. If None, they are looked up.
+            expected: Per loss, whether its parameters may hold gradients, as agreed between the ranks. If None, all may.
 
         Raises:
             LossCallError: on every rank, when a parameter has a gradient on some ranks only.
@@ -364,7 +364,7 @@ class LossReducer:
                 return
             names = ", ".join(p.name for p in itertools.compress(plan.reduced, changed))
             agreement = Agreement("gradients that changed after the call check", {"parameters": names})
-            # peers without a change do not come: this rank does not wait for them as long as its group would
+            # peers without a change do not call this, so the wait is shorter than the group's timeout
             sums = _sum_flags(agreement, now.flags, handshake.PEER_TIMEOUT)
         elif plan.is_on_host:
             is_expected = [expected is None or p.owner < 0 or expected[p.owner] for p in plan.reduced]
@@ -383,13 +383,14 @@ class LossReducer:
         self._reduce_now(plan, [total > 0 and not done for total, done in zip(sums, is_reduced, strict=True)])
 
     def _finish_sent(self, sent: _SentGradients, plan: ReductionPlan, *, is_valid: bool) -> list[bool]:
-        """Reduce the gradients that all ranks had at the call check. They are not written if some have changed since.
+        """Reduce the gradients that all ranks had at the call check. They are not written if some have changed after it.
 
-        A rank with changed gradients first takes part in its peers' reduction, with zeros for a gradient that has vanished: they may
-        not know of the change. Its handshake then meets theirs of the same change, or their next one, and that is an error on every rank.
+        A rank with changed gradients first takes part in its peers' reduction, with zeros for a gradient that has vanished, because
+        peers may not have this change. Its handshake is then paired with their handshake for the same change, or with their next one,
+        which is an error on every rank.
 
         Returns:
-            Whether each gradient was reduced here, and not in the call check.
+            Whether each gradient was reduced in this function, and not in the call check.
         """
         remains = [flag == 1 for flag in sent.seen.flags]
         if sent.mean is not None:
@@ -401,7 +402,7 @@ class LossReducer:
         return remains
 
     def _reduce_now(self, plan: ReductionPlan, marks: Sequence[bool]) -> None:
-        """Replace marked gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
+        """Replace marked gradients by their means, together. A gradient that is None counts as zeros, and remains None."""
         small = plan.marked(map(and_, marks, plan.is_small))
         wait_for_small = raw_collectives.start_mean(_flat(small, self._dtype_of(small))) if small else None
         # a large one in its own memory, where dtypes allow
@@ -459,7 +460,7 @@ def _write_mean_(mean: Tensor, parameters: Sequence[nn.Parameter]) -> None:
 
 
 def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallError:
-    """Return the error for gradients that ranks hold differently. Communication: one handshake, which all ranks come to."""
+    """Return the error for gradients that exist on some ranks only. Collective; communication: one handshake."""
     columns = zip(*handshake.all_gather_json("gradients that differ", {}, list(flags)), strict=True)
     parts: list[str] = []
     fixes: dict[str, None] = {}  # each once, in order
