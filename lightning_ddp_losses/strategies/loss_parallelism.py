@@ -96,8 +96,8 @@ class LossParallelism(Fit):
         call_check: Compares their calls. None outside of a fit, and without ``check_calls``.
         adoption: Losses that the module does not register.
         sharding: Weights with classes divided over the ranks.
-        lacks_rows: True if some rank has no rows in this step. Then all ranks meet before its backward.
-        is_alone: True if this rank leaves the run after an error, and meets no other rank any more.
+        lacks_rows: True if some rank has zero rows in this step. All ranks then exchange a handshake before its backward.
+        is_alone: True if this rank leaves the run after an error, and does not communicate any more.
         advice: Warnings.
     """
 
@@ -136,7 +136,7 @@ class LossParallelism(Fit):
         return bool(self._hooks[hook])
 
     def change(self, hook: str, value: Any) -> Any:
-        """Return a value after the parts that have this hook have changed it, one after the other."""
+        """Return a value after each part with this hook has changed it, in order."""
         for own in self._hooks[hook]:
             value = own(value)
         return value
@@ -183,7 +183,7 @@ class LossParallelism(Fit):
             self.sharding.setup_shards()
             prepare_losses_(module)
             self.precision.remember([loss.module for loss in self.found])
-            # 2. Lightning moves, wraps and synchronises the rest
+            # 2. Lightning moves, wraps and synchronises the remaining modules
             with contextlib.nullcontext() if fitting else self.sharding.excluded(module):
                 setup_model(trainer)
             # 3. losses that the module does not register
@@ -269,8 +269,8 @@ class LossParallelism(Fit):
         """Return a checkpoint with the class of each loss and the entries of all parts.
 
         Args:
-            checkpoint: Checkpoint as Lightning collected it.
-            together: True if every rank is here. Not after an error or in a signal.
+            checkpoint: Lightning's checkpoint.
+            together: True if every rank calls this, False after an error or in a signal handler.
         """
         checkpoint = {**checkpoint, LOSS_KINDS: self.kinds()}
         for state_dict in self._hooks["state_dict"]:
@@ -295,10 +295,10 @@ class LossParallelism(Fit):
             for reading in (*inputs.readings_in(self.module), *(patch.value_reading for patch in self._calls.patches)):
                 reading.raise_late()
             self.call("on_train_end")
-            # a rank that learns here of an error in another part of the world informs the parts that it belongs to
+            # if another subgroup reports an error in this handshake, this rank forwards it to its own subgroups
             upstream_grads = handshake.all_gather("the end of training", {}, take_late_notes().encode())
             texts = [text.decode() for text in upstream_grads]
-            # a rank that ran out of rows, or stood in for one, has noted another number of them
+            # ranks that ran out of rows, or replaced another rank's rows, have recorded a different number
             numbers = {text.count(",") for text in texts}
             if len(numbers) == 1 and "none" not in texts:
                 refuse_other_upstream_grads(texts)
@@ -322,17 +322,17 @@ class LossParallelism(Fit):
         if trainer is None or not isinstance(exception, Exception):
             return
         if getattr(exception, "collective", False):
-            # an error of the whole world, by a backward for instance: separate groups in it do not know it yet
+            # an error of the whole world (from a backward, for example) has not reached its subgroups yet
             handshake.notify_subgroups(exception, "training")
             return
-        with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
+        with contextlib.suppress(Exception):  # Lightning raises the exception itself
             self.call("on_exception", exception)
             # without check_calls the peers open no handshake that could inform them
             if trainer.training and self.call_check is not None:
                 handshake.raise_in_all_groups(exception, "training")
 
     def teardown(self) -> None:
-        """Give the module back as it came."""
+        """Restore the module to its state before the fit."""
         if self.call_check is not None:
             self.call_check.remove()
         if self.reducer is not None:
@@ -361,7 +361,7 @@ class LossParallelism(Fit):
 
 
 def prepare_losses_(root: nn.Module) -> None:
-    """Let losses and metrics know their names, and create the groups of those that have one: a rank may fail before it has used it."""
+    """Tell losses and metrics their names, and create their process groups: a rank may fail before the first use of a group."""
     for path, inner in root.named_modules():
         instance = vars(inner).get("_instance")
         if isinstance(instance, Instance):
@@ -396,7 +396,7 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     Communication: one handshake. One more gather if ranks differ.
     """
     own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
-    # which modules are gathered by themselves: ranks must do so in the same order
+    # modules that are gathered separately: ranks must gather them in the same order
     own += [f"{name} divided by fully_shard" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     digest = hashlib.sha256("\n".join(own).encode()).digest()
     ledger = Ledger()
@@ -443,7 +443,7 @@ def pack_notes() -> bytes:
 
 @functools.cache  # a process loads a library once, and reading what is installed takes a fifth of a small fit
 def _releases() -> dict[str, str]:
-    """Return the releases of the libraries that training stands on."""
+    """Return the releases of the libraries that training depends on."""
     found = {}
     for name in ("lightning", "pytorch-lightning", "pytorch-metric-learning", "torchmetrics"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""`Resume`: a resumed run continues with the batch and the random numbers that would have come next.
+"""`Resume`: a resumed run continues with the same batches and random numbers as the uninterrupted run.
 
 Lightning restores its counters, and rank 0's loader states for all ranks. A checkpoint of this strategy holds more:
 
@@ -11,15 +11,15 @@ Lightning restores its counters, and rank 0's loader states for all ranks. A che
 A sampler's place is set when a loader is handed to the strategy, because Lightning makes the iterator, from which workers read ahead,
 before it names the epoch. Random states are restored when the iterator exists, because it draws a seed for the workers. A checkpoint
 between two epochs was saved before the next iterator was made, so that iterator is made again from the restored state (twice if
-loaders are made in that epoch, as Lightning does).
+loaders are made in that epoch, like in Lightning).
 
 A checkpoint inside an accumulation window has lost the window's gradients: it resumes at the window's first micro-batch.
 
 On another number of ranks, generators are seeded from the run's seed, the step and the rank, and the log reports it. Not restored inside an
-epoch: random numbers of workers, and those of a batch that was fetched ahead (a loader without a length; windows that are counted first).
+epoch: random numbers of workers and of a batch that was fetched ahead (a loader without a length; windows that are counted first).
 
-Loaders with a state: Lightning saves that of rank 0 for all, a batch too far if it fetches ahead, and none of a data set. So each rank
-notes the state before each fetch, and a checkpoint takes the note of the batch with which training continues.
+Loaders with a state: Lightning saves rank 0's state for all ranks, one batch too far if it fetches ahead, and never a data set's state. So
+each rank records the state before each fetch, and a checkpoint holds the record for the batch with which training continues.
 
 | owner of the state | read from and loaded into |
 |---|---|
@@ -27,9 +27,9 @@ notes the state before each fetch, and a checkpoint takes the note of the batch 
 | an ``IterableDataset`` with both, in a DataLoader without workers | the data set |
 | such a data set in a DataLoader with workers | nothing: the workers' copies move on. A warning, inside an epoch an error |
 
-After ``load_state_dict`` the next iterator gives what comes after the state. A state from the end of an epoch is followed by the next
-epoch. Another number of ranks cannot divide a part of an epoch: that is an error. Between two epochs a warning says that loaders begin as
-they are made.
+After ``load_state_dict`` the next iterator continues from the state. After a state from the end of an epoch, it is the next epoch. Another
+number of ranks cannot divide the remaining part of an epoch: that is an error. Between two epochs it is a warning that loaders start from
+their initial state.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Resume(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        # entries of a loaded checkpoint, until they are restored. None: no checkpoint was loaded
+        # entries of a loaded checkpoint, until they are restored; None if no checkpoint was loaded
         self._places: list[Mapping[str, Any]] | None = None
         self._loaders: Mapping[str, Any] | None = None
         self._random: Mapping[str, Any] | None = None
@@ -88,7 +88,7 @@ class Resume(FitPart):
     # ------------------------------------------------------------------ hooks of a fit
 
     def setup(self) -> None:
-        """Note the states of training loaders at each fetch. ``epoch_ends`` asks for the same loaders, before this part."""
+        """Record the states of training loaders at each fetch. ``epoch_ends`` replaces the same loaders, and is set up first."""
         if not self.fit.is_fitting:
             return
 
@@ -122,7 +122,7 @@ class Resume(FitPart):
             self._quiet.close()
 
     def teardown(self) -> None:
-        """Let samplers and loaders begin the next fit by themselves."""
+        """Stop controlling samplers and loaders, so that the next fit starts normally."""
         super().teardown()
         self._quiet.close()
         for draw in self._draws:
@@ -250,7 +250,7 @@ class Resume(FitPart):
                 )
             draw.announce_epoch(epoch)
             return
-        # Lightning may ask for the loaders twice. It keeps their order
+        # Lightning may call this twice for the same loaders, in the same order
         state = self._places[self._num_placed % len(self._places)]
         self._num_placed += 1
         draw.load_state_dict(state, announced=epoch)
@@ -273,7 +273,7 @@ class Resume(FitPart):
         self._loaders = None
 
     def _check_places(self) -> None:
-        """Compare the samplers with those of the checkpoint. Silence Lightning's warning if all loaders resume.
+        """Compare the samplers with the checkpoint's. Silence Lightning's warning if all loaders resume.
 
         Raises:
             InputError: if the checkpoint belongs to other samplers.
@@ -338,7 +338,7 @@ class Resume(FitPart):
             return ()
         for holder, state in zip(holders, saved["states"][rank], strict=True):
             holder.load_state_dict(state)
-            # an iterator after the end of an epoch must be empty. If it has rows, the owner has begun again, and they are still to come.
+            # after the end of an epoch the iterator must be empty. If it has rows, the owner has started a new epoch: restore it again
             if saved["at_end"] and next(iter(holder), _NOTHING) is not _NOTHING:
                 holder.load_state_dict(state)
         return () if saved["at_end"] else saved["ended"][rank]
@@ -370,12 +370,12 @@ class Resume(FitPart):
             return
         self._make_iterator_anew()
         if compat.makes_loaders_anew(fit_loop) and not is_made_by_lightning:
-            # the other run makes an iterator with its loaders, and one more for the epoch
+            # an uninterrupted run makes one iterator with its loaders, and a second one for the epoch
             self._make_iterator_anew()
             compat.set_loaders_made_in_(fit_loop, made_in)
 
     def _make_iterator_anew(self) -> None:
-        """Make the training iterator from the restored state, or draw as that would: an IterableDataset may have no second first batch."""
+        """Make the training iterator from the restored state, or draw the same seeds: an IterableDataset may not restart."""
         loaders = self._loaders_of_fit()
         torchs = [loader for loader in loaders if isinstance(loader, DataLoader)]
         if len(torchs) == len(loaders) and not any(isinstance(loader.dataset, IterableDataset) for loader in torchs):
@@ -385,7 +385,7 @@ class Resume(FitPart):
             compat.make_iterator_anew(self.fit.trainer.fit_loop)
             return
         for loader in torchs:
-            # the seed of the workers, as torch draws it for each iterator
+            # torch draws this seed of the workers for each iterator
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
@@ -457,7 +457,7 @@ class NotingLoader(CombinedLoader):
         return self
 
     def __len__(self) -> int:
-        if compat.mode_iterator(self) is None:  # Lightning cleans up after an error in __iter__, and asks
+        if compat.mode_iterator(self) is None:  # Lightning reads the length when it cleans up after an error in __iter__
             raise NotImplementedError("the length is not known before there is an iterator")
         return super().__len__()
 
@@ -497,7 +497,7 @@ class NotingLoader(CombinedLoader):
         return getattr(self, "_streams", ())
 
     def _note(self) -> None:
-        # inside a window training cannot continue, so no checkpoint asks for that place
+        # training cannot continue inside a window, so a checkpoint never uses a place inside one
         fit = self.resume.fit
         if not self._has_states or self._place % batches_of_step(fit.trainer):
             return
@@ -511,7 +511,7 @@ class NotingLoader(CombinedLoader):
 
 
 def _state_holder(loader: Any) -> Any:
-    """Return the owner of a training loader's state: itself or its data set. None if there is no state in this process."""
+    """Return the owner of a training loader's state: itself or its data set. None if this process does not hold a state."""
     if draw_of(loader) is not None:
         return None  # its place is saved for all ranks together
     if _has_state(loader):
