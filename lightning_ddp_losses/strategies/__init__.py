@@ -1,7 +1,7 @@
 """The Lightning strategy that gives learnable losses their own distributed data parallelism.
 
 * ``fit_part``: the options of all strategies, and one feature of a strategy as the hooks of a fit that it needs. A new option is a field
-  and a part there, and a keyword of the strategies.
+  and a part in this file, and a keyword of the strategies.
 * ``ddp_losses``: the strategy, and the wrap of the model in DDP. ``ddp_setup``: who reduces what, buffers, batch norm, launchers.
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides, and what it refuses.
 * ``loss_hooks``: Lightning's hooks, in the order of a fit, and those around checkpoints. ``loss_parallelism``: the losses of a fit and
@@ -13,9 +13,9 @@
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops, and its counters. ``window_batches``: batches of a window that are
   read, and counted, before its first step. ``interruptions``: signals, and checkpoints after errors.
-* ``resume``: the rows and random numbers that come next, in a checkpoint, and loaders that have a state.
+* ``resume``: the next rows and random numbers, in a checkpoint, and loaders that have a state.
 * ``shards``: weights with classes divided over the ranks: norms, overflows, parts and wholes.
-* ``checkpoint_files``: files that are whole or not there, and the same error on
+* ``checkpoint_files``: files that are complete or do not exist, and the same error on
   every rank. ``checkpoint_folder``: folders into which each rank writes its parts.
 
 Differences from plain ``ddp``:
@@ -29,7 +29,7 @@ Differences from plain ``ddp``:
 | a zero loss on one rank (no positive pair) | hang | zero gradient from that rank |
 | parameters created, replaced or unfrozen after the wrap | silently local | reduced; must start equal, or error |
 | parameters registered in another order per rank | silently mixed up | error before the first broadcast |
-| labels out of range, wrong width, NaN or no rows on one rank | index error there, hang elsewhere | the same error on all ranks |
+| labels out of range, wrong width, NaN or no rows on one rank | index error, hang on other ranks | the same error on all ranks |
 | ranks with different numbers of rows | silently another gradient | one warning with both counts |
 | ranks with different numbers of batches | hang | the same error on all ranks, or ``uneven=`` |
 | samples that a padded validation repeats | counted twice | each counted once |

@@ -45,10 +45,10 @@ _SHOWN_CHARACTERS = 600  # of a library's error; torch's advice about weights_on
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Lightning's default way of saving and loading, but a file of this machine is whole or not there."""
+    """Saves and loads like Lightning's default, but a local file is either complete or does not exist."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint. Remote paths, and options that only others know, are Lightning's."""
+        """Write a checkpoint. Remote paths, and storage options, are handled by Lightning."""
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -62,7 +62,7 @@ def use_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
     innermost: Any = plugin
     while isinstance(getattr(innermost, "checkpoint_io", None), CheckpointIO):
         innermost = innermost.checkpoint_io
-    if getattr(innermost, "checkpoint_io", innermost) is None:  # wraps what is yet to be chosen
+    if getattr(innermost, "checkpoint_io", innermost) is None:  # it wraps an IO that is chosen later
         innermost.checkpoint_io = WholeFileIO()
     return plugin
 
@@ -178,7 +178,7 @@ def unwritten(path: Any, failures: Mapping[int, BaseException], *, collective: b
     """Return the error for a checkpoint that could not be written.
 
     Args:
-        path: Path of the checkpoint, as the user knows it.
+        path: Path of the checkpoint that the user passed.
         failures: Errors by rank.
         collective: Set if every rank has these errors.
     """
@@ -266,7 +266,7 @@ def loaded_on_all_ranks(path: Any, what: str) -> Iterator[None]:
     Raises:
         InputError: on every rank.
 
-    Communication: none, or one handshake that meets the peers' next one.
+    Communication: none, or one handshake that is paired with the peers' next one.
     """
     try:
         yield
@@ -284,11 +284,11 @@ def loaded_on_all_ranks(path: Any, what: str) -> Iterator[None]:
 
 
 def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[str]) -> None:
-    """Refuse to go on with another loss than the one that was trained, where both would take the same weights.
+    """Refuse to continue with another loss than the one that was trained, if both accept the same weights.
 
     Args:
         path: Path of the checkpoint.
-        saved: ``name: class`` of each saved loss. None if the checkpoint has no such entry.
+        saved: ``name: class`` of each saved loss. None if the checkpoint lacks this entry.
         own: ``name: class`` of each loss of this module.
 
     Raises:

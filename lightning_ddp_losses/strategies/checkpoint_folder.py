@@ -4,7 +4,7 @@ Both strategies write them, with the keys of Lightning's ``ModelParallelStrategy
 
 | in the folder | content |
 |---|---|
-| ``meta.pt`` | everything that is no tensor of the module or an optimizer, the name of the blocks and their checksums |
+| ``meta.pt`` | all entries except tensors of the module and optimizers, the name of the blocks and their checksums |
 | ``blocks-*`` | files of one save, one for each rank, and their index |
 | ``.metadata`` | the same index where torch and Lightning look for it |
 
@@ -15,7 +15,7 @@ Both strategies write them, with the keys of Lightning's ``ModelParallelStrategy
 | ``optimizer_<i>.param_groups`` | its options, with the names of parameters |
 
 torch overwrites a folder in place. Here each save has separate blocks, and ``meta.pt``, which names them, is replaced last and in one
-step: a save that fails or is killed leaves the former checkpoint. Reading needs no communication.
+step: a save that fails or is killed leaves the previous checkpoint. Reading does not communicate.
 
 Imported when a folder is written or read: that part of torch is 70 modules, and most training does without them.
 """
@@ -107,14 +107,14 @@ class _Writer(FileSystemWriter):
 
 
 def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str, nn.Parameter]) -> None:
-    """Write a checkpoint as a folder. Every rank comes here.
+    """Write a checkpoint as a folder. Collective.
 
     Args:
         path: Path of the folder. That of rank 0 counts.
         checkpoint: Checkpoint with ``state_dict`` and ``optimizer_states`` by name.
         shards: Parameters that hold each rank's own classes.
 
-    Communication: two handshakes, and those of ``torch.distributed.checkpoint.save`` on the host's group.
+    Communication: two handshakes, and the collectives of ``torch.distributed.checkpoint.save`` on the host's group.
     """
     rank = process_groups.rank()
     # 1. rank 0 chooses the place
@@ -155,7 +155,7 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
 def _parted(
     checkpoint: Mapping[str, Any], shards: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the rest of a checkpoint, and the tensors of its module and optimizers, class shards as blocks."""
+    """Return a checkpoint without the tensors of its module and optimizers, and these tensors, class shards as blocks."""
 
     def placed(name: str, value: Any) -> Any:
         parameter = shards.get(name)
@@ -199,7 +199,7 @@ def read_rest(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     The ranks share the comparison of the files with their checksums.
 
     Raises:
-        ValueError: for a file that is not as it was written.
+        ValueError: for a file that was changed after it was written.
     """
     rest: dict[str, Any] = torch.load(Path(path) / METADATA, map_location="cpu", weights_only=weights_only)
     # Lightning has the blocks in the folder itself, and no checksums
@@ -246,7 +246,7 @@ def read_optimizer_state(
         path: Path of the folder.
         checkpoint: Checkpoint of ``read_rest``.
         number: Index of the optimizer.
-        optimizer: Optimizer that will load it. Of a divided parameter this rank's part is read. None: everything is read.
+        optimizer: Optimizer that will load it. For a divided parameter this rank's part is read. If None, everything is read.
         parameters: Parameters by name.
 
     Raises:
@@ -296,7 +296,7 @@ def _blocks_of(path: str | Path, checkpoint: Mapping[str, Any]) -> Path:
 
 
 def _saved_tree(blocks: Path) -> dict[str, Any]:
-    """Return the tree that was saved: for a tensor one of its shape without memory, for anything else None."""
+    """Return the tree that was saved: with a tensor without memory for each tensor, and None for each other value."""
     metadata = FileSystemReader(blocks).read_metadata()
     tree: dict[str, Any] = {}
     for key, saved in metadata.state_dict_metadata.items():

@@ -2,17 +2,17 @@
 
 With ``evaluation="exact"`` each row is seen once, although Lightning would pad the ranks' rows.
 Lightning replaces the sampler of a DataLoader when it is set up, before the strategy gets the loader. So while an evaluation is set up,
-Lightning takes the loader for one that needs no sampler, and the strategy puts ``EvaluationSampler`` into a copy. What it would have left
-alone (``use_distributed_sampler=False``, a ``DistributedSampler`` of the user's, iterable data sets) is left alone here too. Batch
-samplers of the user's own stay as Lightning makes them, and treat rows as they like.
+Lightning is made to leave the loader unchanged, and the strategy puts ``EvaluationSampler`` into a copy. Loaders that Lightning would not
+have changed (``use_distributed_sampler=False``, a user's ``DistributedSampler``, iterable data sets) are not changed either.
+A user's batch samplers are handled by Lightning, and may treat rows differently.
 
 If ranks have different numbers of batches (a batch size of one), a step that exchanges something would wait for ever in the last
 batch. That is seen in the first batch, which all ranks have.
 
-A step of validation, test or prediction has no collective. The peers of a rank that fails would wait for it in the next one:
-epoch values of metrics, the next training step. So all ranks meet after their last batch, before any of that. The hashes of iterable data
-sets (``UndividedData``) travel along. (Epoch values of several loaders in turn are reduced after each of them. Ranks meet after the
-last.)
+A step of validation, test or prediction does not use collectives. If a rank fails, its peers would wait in the next collective (epoch
+values of metrics, the next training step). So all ranks exchange a handshake after their last batch, before any of these. It also carries
+the hashes of iterable data sets (``UndividedData``). (Epoch values of several sequential loaders are reduced after each loader. The
+handshake follows the last one.)
 
 Legend: ``W`` ranks, ``N`` rows of the data set.
 """
@@ -44,7 +44,7 @@ _PADDED = "evaluation='padded' repeats rows so that all ranks have as many"
 
 
 class EvaluationEnds(FitPart):
-    """Lets the ranks meet at the end of each evaluation of one run of a trainer."""
+    """Exchanges a handshake at the end of each evaluation of one run of a trainer."""
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
@@ -81,7 +81,7 @@ class EvaluationEnds(FitPart):
         self._is_inside, self._data = True, {}
 
     def _end(self, _loop: object) -> None:
-        """Meet the other ranks. Communication: one handshake.
+        """Find out whether a rank has failed. Communication: one handshake.
 
         Raises:
             InputError: on every rank, for an iterable data set that is not divided.
@@ -112,7 +112,7 @@ class EvaluationLoaders(FitPart):
     # ------------------------------------------------------------------ loaders
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return an evaluation loader that gives this rank its rows. Any other as it is. An error is one on every rank."""
+        """Return an evaluation loader with this rank's rows, and any other loader unchanged. Errors are raised on every rank."""
         trainer = self.fit.trainer
         is_dealt = not trainer.training and process_groups.world_size() > 1
         if not is_dealt or not compat.injects_distributed_sampler(trainer):
@@ -132,7 +132,7 @@ class EvaluationLoaders(FitPart):
         if not _is_served(dataloader):
             handshake.all_gather(what, {"sampler": "the user's own"})
             return dataloader
-        # 1. the sampler, from that of one process
+        # 1. the sampler, made from the sampler of one process
         batches = compat.inner_batch_sampler(dataloader)
         source, size, drop_last = dataloader.sampler, None, False
         if batches is not None:
@@ -145,7 +145,7 @@ class EvaluationLoaders(FitPart):
         if not sampler.is_sequential:
             handshake.all_gather(f"{what}: rows that its {facts['sampler']} drew", {"digest": sampler.digest()})
         self._refuse_few_rows(sampler, what)
-        # 3. a copy with it: workers, collate and all else are the user's
+        # 3. a copy with this sampler. Workers, collate function and other options are unchanged
         own = copy.copy(dataloader)
         compat.set_samplers_(own, sampler, None if batches is None else EvaluationBatches(sampler))
         return own
@@ -226,7 +226,7 @@ class EvaluationLoaders(FitPart):
             sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
             if isinstance(sampler, EvaluationSampler):
                 counts = [_limited(trainer, count) for count in sampler.counts]
-                # a batch that all ranks have: they come to the same verdict there
+                # all ranks have this batch, and so raise the same error
                 if args[1] < min(counts) < max(counts):
                     return sampler
         return None

@@ -3,13 +3,13 @@
 A new option is a field of ``LossOptions``, which validates all of them, a keyword of the strategies, and its use in a part.
 
 ``LossParallelism`` has a list of parts and calls them in order. ``teardown`` goes through the list backwards. A feature that is switched
-off is not in the list, and a hook that a part does not override does not cost a step any time. ``losses=[]`` has no parts.
+off is not in the list, and a hook that no part overrides does not add time to a step. ``losses=[]`` has no parts.
 
 | hook | when |
 |---|---|
-| ``setup_environment`` | the ranks exist; the user's ``setup`` hooks and the loaders come later |
+| ``setup_environment`` | the ranks exist; the user's ``setup`` hooks and the loaders follow |
 | ``setup`` | every run (fit, validate, ...), before Lightning sets up the model |
-| ``on_model_ready`` | model and optimizers are there, and the losses are known |
+| ``on_model_ready`` | model and optimizers exist, and the losses were found |
 | ``process_dataloader`` | Lightning hands over a loader, of training or evaluation |
 | ``on_train_start`` | the checkpoint is loaded, the iterators are made |
 | ``on_train_batch_start`` | a training batch is there |
@@ -50,7 +50,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "uneven": ("error", "join", "stop"),
     "randomness": ("rank", "global"),
 }
-_MAY_DIFFER = ("timeout", "start_method")  # how a node waits and starts its processes changes no gradient
+_MAY_DIFFER = ("timeout", "start_method")  # the timeout and the start method do not change gradients
 _NEED_LOSSES = {
     "accumulation": "mean",
     "use_global_sampler": False,
@@ -125,7 +125,7 @@ def stable_texts(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Return a strategy's arguments as text, which two nodes can compare.
 
     Args:
-        arguments: Arguments of its ``__init__`` by name, with those of ``**ddp_kwargs``. Objects (a plugin, a hook) and Lightning's
+        arguments: Arguments of its ``__init__`` by name, including ``**ddp_kwargs``. Objects (a plugin, a hook) and Lightning's
             defaults are left out.
     """
     defaults = inspect.signature(DDPStrategy.__init__).parameters
@@ -151,7 +151,7 @@ class HostStrategy(ParallelStrategy):
         kinds_of_parts: Features of this kind of strategy.
         divides_model: Whether a rank holds parts of the model only.
         divided_parameters: Names of parameters that are divided over the ranks.
-        run_seed: Seed of the run that was resumed, also for a checkpoint after the fit. None: nothing was resumed.
+        run_seed: Seed of the run that was resumed, also for a checkpoint after the fit. None if the run was not resumed.
     """
 
     kinds_of_parts: ClassVar[tuple[type[FitPart], ...]]
@@ -205,8 +205,8 @@ class Fit(Protocol):
         options: Options of the strategy.
         strategy: Parallelises the model.
         found: Losses of this fit. Known in ``on_model_ready``.
-        lacks_rows: True if some rank has no rows in this step. Then all ranks meet before its backward.
-        is_alone: True if this rank leaves the run after an error, and meets no other rank any more.
+        lacks_rows: True if some rank has zero rows in this step. All ranks then exchange a handshake before its backward.
+        is_alone: True if this rank leaves the run after an error, and does not communicate any more.
     """
 
     options: LossOptions
@@ -240,7 +240,7 @@ class Fit(Protocol):
         """Exchange the call check of this backward now, if it has not been exchanged yet."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the peers know of an error of this rank, once."""
+        """Inform peers of an error of this rank, once."""
 
     def raise_on_all_ranks(self, where: str) -> AbstractContextManager[None]:
         """Raise on every rank any error that one of them has inside the block."""
@@ -302,7 +302,7 @@ class FitPart:
         return nullcontext()
 
     def on_gradients_reduced(self) -> None:
-        """Look at gradients that are those of all ranks now."""
+        """Inspect gradients after their reduction over ranks."""
 
     def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Return the context of a step of validation, test or prediction.
@@ -316,8 +316,8 @@ class FitPart:
         """Return this part's entries of a checkpoint.
 
         Args:
-            checkpoint: Checkpoint as Lightning collected it.
-            together: True if every rank is here. Not after an error or in a signal. Collectives only if so.
+            checkpoint: Lightning's checkpoint.
+            together: True if every rank calls this, False after an error or in a signal handler. Collectives are allowed only if True.
         """
         return {}
 
@@ -326,11 +326,11 @@ class FitPart:
         return checkpoint
 
     def on_exception(self, exception: Exception) -> None:
-        """Let the peers know of an error of this rank, if this part knows their channel."""
+        """Inform peers of an error of this rank, if this part communicates with them."""
 
     def on_train_end(self) -> None:
         """End a healthy fit."""
 
     def teardown(self) -> None:
-        """Leave trainer and module as they came."""
+        """Restore trainer and module to their state before the run."""
         self.undo.close()

@@ -1,18 +1,18 @@
 """Interruptions of a run: SIGTERM, SLURM's signal before a job's time is over, and errors.
 
-* SIGTERM, to one rank or to all: every rank ends after the same step. Lightning 2.6 broadcasts in the signal's handler, wherever the rank
-  is at that moment: a collective that the others do not join, or take for another one. It also broadcasts before each batch, which
-  synchronizes a device. Here the handler only sets a flag. The flag travels in the handshake of the next synchronising backward, and
-  Lightning ends the run after that step on all ranks. All ranks stand at the same place then, so callbacks that save in the end
-  (``OnExceptionCheckpoint``, ``ModelCheckpoint(save_on_exception=True)``) save a whole checkpoint.
+* SIGTERM, to one rank or to all: every rank ends after the same step. Lightning 2.6 broadcasts in the signal's handler, at an
+  arbitrary place in the program: other ranks do not join this collective, or pair it with another one. It also broadcasts before each
+  batch, which synchronizes a device. In this strategy the handler only sets a flag. The flag is sent in the handshake of the next
+  synchronising backward, and Lightning ends the run after that step on all ranks. All ranks are then at the same place, so callbacks that
+  save at the end (``OnExceptionCheckpoint``, ``ModelCheckpoint(save_on_exception=True)``) save a whole checkpoint.
 * SLURM's signal: Lightning 2.6 saves in the handler, which takes all ranks. Here the flag travels in the same way, and when the batch is
   done all ranks do what Lightning does in the handler: save, and queue the job again.
-* Errors: Lightning 2.6 asks callbacks first when a rank has failed, and the strategy afterwards. Callbacks that save would meet the other
-  ranks, which do not know of the error yet and wait in another collective. So the peers are informed before any callback saves. Then
+* Errors: when a rank has failed, Lightning 2.6 calls callbacks first and the strategy afterwards. Callbacks that save would use collectives
+  while other ranks, without the error, wait in a different collective. So peers are informed before any callback saves. Then
 
-  * if every rank holds the whole, rank 0, which writes the files, writes what it holds and meets no other rank;
-  * what no rank holds alone (class shards, parameters that FSDP has divided) is saved by all ranks together if all of them have the error
-    and have made the same steps. Otherwise callbacks save nothing, and the log says so.
+  * if every rank has the whole state, rank 0, which writes the files, writes its own state without communication;
+  * a divided state (class shards, parameters that FSDP has divided) is saved by all ranks together if every rank has the error
+    after the same number of steps. Otherwise callbacks do not save, and the log reports it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REQUEUED = "hpc_ckpt_"  # Lightning's names of checkpoints that it saves in SLU
 
 
 class Interruptions(FitPart):
-    """Ends all ranks together, and settles who saves a checkpoint then."""
+    """Ends all ranks together, and decides which ranks save a checkpoint."""
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
@@ -47,11 +47,11 @@ class Interruptions(FitPart):
             "The signal to requeue reached rank {0}: all save after this step.", self._save_after_this_batch
         )
         self._has_to_save = self._is_saving = False  # for SLURM, in this batch
-        self._is_together = False  # after the error all ranks stand at the same place, and can save divided parameters
+        self._is_together = False  # after an error: all ranks are at the same place, and can save divided parameters
         self._set_aside: list[Callback] = []
 
     def setup(self) -> None:
-        """Come before Lightning's checkpoint callbacks, and after the checks, which inform peers by themselves."""
+        """Insert a callback before Lightning's checkpoint callbacks, and after the checks, which inform peers themselves."""
         callbacks: list[Callback] = self.fit.trainer.callbacks  # type: ignore[attr-defined]
         savers = [index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
         if process_groups.world_size() > 1:
@@ -84,7 +84,7 @@ class Interruptions(FitPart):
     def _note_sigterm(self) -> None:
         launcher = self.fit.trainer.strategy.launcher
         if not self._sigterm.is_set and launcher is not None:
-            launcher.kill(signal.SIGTERM)  # processes that this one has started, as Lightning does
+            launcher.kill(signal.SIGTERM)  # stop the processes that this one has started, like Lightning
         self._sigterm.set()
 
     def _end_after_this_step(self) -> None:
@@ -123,7 +123,7 @@ class Interruptions(FitPart):
 
         Ranks that end by SIGTERM after the same step have no error. They save together.
 
-        Communication: one handshake, which meets the peers' next one. One more where something is divided and all ranks have the error.
+        Communication: one handshake, paired with the peers' next one, and a second one if a state is divided and all ranks have the error.
         """
         if self._sigterm.is_known and isinstance(exception, SIGTERMException):
             return
@@ -157,7 +157,7 @@ class _Flag:
 
     Attributes:
         is_set: True if the signal reached this rank.
-        is_known: True if all ranks know that it reached one of them.
+        is_known: True if it reached some rank and every rank has received its flag.
     """
 
     def __init__(self, report: str, then: Callable[[], None]) -> None:
@@ -176,7 +176,7 @@ class _Flag:
     def judge(self, flags: Sequence[bytes]) -> None:
         """Take the flags of all ranks, in rank order."""
         ranks = [str(rank) for rank, flag in enumerate(flags) if flag == b"\1"]
-        if ranks and not self.is_known:  # the signal to another rank may come a step later
+        if ranks and not self.is_known:  # the signal may reach another rank a step later
             self.is_known = True
             rank_zero_info(self._report.format(", ".join(ranks), len(flags)))
             self._then()

@@ -1,16 +1,16 @@
 """Calls of a strategy that every rank must make, as meetings by name.
 
-``if trainer.is_global_zero: trainer.save_checkpoint(...)`` lets rank 0 wait for ranks that do something else, for ever. So ranks meet in a
-handshake before the strategy does what Lightning does. A rank at another place of the program meets it there, and every rank has the same
-error. It names the call, the ranks that made it, the user's line and what to do.
+``if trainer.is_global_zero: trainer.save_checkpoint(...)`` lets rank 0 wait for ranks that never make this call. So ranks exchange a
+handshake before the strategy runs Lightning's code. A rank at another place in the program is paired with it in its own next handshake,
+and every rank raises the same error. It names the call, the ranks that made it, the user's line and what to do.
 
 | call | what ranks compare |
 |---|---|
-| ``trainer.save_checkpoint`` | nothing: it begins here, and ends in the strategy's own handshakes |
+| ``trainer.save_checkpoint`` | nothing: this handshake begins it, and the strategy's own handshakes end it |
 | ``self.log(name, ..., sync_dist=True)``, ``strategy.reduce`` | its name if it was logged for an epoch, shape, dtype, reduction |
 | ``strategy.all_gather`` (``self.all_gather``) | shape and dtype |
 | ``strategy.broadcast`` | the sending rank |
-| ``strategy.barrier`` | nothing: ranks may wait on different lines, one of them before it does something and the others after |
+| ``strategy.barrier`` | nothing: ranks may wait on different lines (rank 0 after some work, other ranks before it) |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_of_all_ranks(group: Any) -> bool:
 
 
 def meet_to_save() -> None:
-    """Meet in ``trainer.save_checkpoint``, unless a signal saves, to which each rank comes from another place."""
+    """Exchange a handshake in ``trainer.save_checkpoint``, except in a signal handler, which runs at a different place on each rank."""
     frames = [*callers(inspect.currentframe())]
     is_saving = any(map(compat.is_saving_frame, frames))
     if is_saving and not any(map(compat.is_signal_frame, frames)):

@@ -457,7 +457,7 @@ class NotingLoader(CombinedLoader):
         return self
 
     def __len__(self) -> int:
-        if compat.mode_iterator(self) is None:  # Lightning reads the length when it cleans up after an error in __iter__
+        if compat.mode_iterator(self) is None:  # read by Lightning after an error in __iter__
             raise NotImplementedError("the length is not known before there is an iterator")
         return super().__len__()
 

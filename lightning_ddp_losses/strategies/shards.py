@@ -66,7 +66,7 @@ class Shards(FitPart):
 
         Raises:
             RankMismatchError: on every rank, when the blocks of a parameter leave classes out or overlap.
-            ConfigurationError: on every rank, for custom gradient clipping, which would see one rank's rows.
+            ConfigurationError: on every rank, for custom gradient clipping, which would clip by one rank's part of the weight.
 
         Communication: one handshake if there are shards.
         """
@@ -78,7 +78,7 @@ class Shards(FitPart):
         found = {name: shard_of(parameter) for name, parameter in parameters.items()}
         shards = {name: shard for name, shard in found.items() if shard is not None}
         if shards:
-            # every rank learns which rank holds which classes
+            # send to every rank which rank holds which classes
             own = [[s.start, s.stop, s.num_classes, s.dim, s.per_class] for s in shards.values()]
             by_rank = handshake.all_gather_json("class shards", {}, own)
             for name, *rows in zip(shards, *by_rank, strict=True):
@@ -194,7 +194,7 @@ class Shards(FitPart):
             self.clip_(list(plugin.main_params(optimizer)), float(clip_val))
 
         def clip_values(optimizer: Any, clip_val: float) -> None:
-            # torch takes no list that mixes DTensors and plain tensors
+            # torch does not accept lists that mix DTensors and plain tensors
             for parameter in plugin.main_params(optimizer):
                 if parameter.grad is not None:
                     local_part(parameter.grad).clamp_(-float(clip_val), float(clip_val))
@@ -213,7 +213,7 @@ class Shards(FitPart):
         grads = [grad for found in by_copies.values() for grad in found]
         if not grads:
             return torch.zeros(())
-        # 2. squares in float32 or wider: that of a norm over 256 overflows in float16
+        # 2. squares in float32 or wider: in float16 the square of a norm above 256 overflows
         device, dtypes = grads[0].device, {grad.dtype for grad in grads}
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         square = torch.zeros(1, device=device, dtype=dtype)
@@ -222,7 +222,7 @@ class Shards(FitPart):
             square += norms.square().sum() / copies
         # 3. the norm of the whole, to which each rank adds its share of what several hold
         norm = raw_collectives.sum_over_ranks(square, None)[0].sqrt()
-        # 4. scale, as torch does
+        # 4. scale with torch's formula
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for place in {grad.device for grad in grads}:
             compat.multiply_([grad for grad in grads if grad.device == place], factor.to(place))
@@ -271,7 +271,7 @@ class Shards(FitPart):
         return map_optimizer_state(optimizer, state, whole)
 
     def completed(self, checkpoint: Mapping[str, Any], *, as_folder: bool) -> dict[str, Any]:
-        """Return a checkpoint with whole averages, which a callback put in place of the weights. Every rank comes here.
+        """Return a checkpoint with whole averages, which a callback put in place of the weights. Collective.
 
         Raises:
             ConfigurationError: on every rank, for averages in a folder: the weights beside them would be one rank's.
@@ -312,7 +312,7 @@ class Shards(FitPart):
         Raises:
             InputError: on every rank, naming the parameter and both shapes.
 
-        Communication: none, or one handshake that meets the peers' next one.
+        Communication: none, or one handshake that is paired with the peers' next one.
         """
         fix = "Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded."
         with self.fit.raise_on_all_ranks(LOADING):
@@ -338,7 +338,7 @@ class Shards(FitPart):
 
 
 def shard_losses(module: nn.Module) -> None:
-    """Let every loss that can divide its classes over the ranks do so. All ranks come here."""
+    """Divide the classes of every loss that supports it over the ranks. Collective."""
     for loss in _shardable(module):
         loss.shard_classes()
 
@@ -368,7 +368,7 @@ def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
 def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]) -> dict[Any, Tensor]:
     """Unscale what this rank holds of an optimizer's gradients, and let what overflowed on one rank count on all.
 
-    (Torch takes no list that mixes ``DTensor`` and plain gradients. A part that overflowed is on one rank alone.)
+    (Torch does not accept lists that mix ``DTensor`` and plain gradients. An overflow is found only on the rank that holds the part.)
 
     Args:
         own: The scaler's own function.
@@ -423,7 +423,7 @@ def is_part(value: Any, parameter: Tensor) -> bool:
 
 
 def assemble(part: Tensor, owners: Owners, receiver: int = 0) -> Tensor:
-    """Return the whole, on one rank. A tensor of its shape without memory on the others.
+    """Return the whole tensor on one rank, and a tensor of its shape without memory on other ranks.
 
     (``DTensor.full_tensor`` would give every rank the memory of the whole.)
 
@@ -439,7 +439,7 @@ def assemble(part: Tensor, owners: Owners, receiver: int = 0) -> Tensor:
             # 1. the receiver has its own
             if rank == receiver == owner:
                 block.own_part(whole).copy_(part)
-            # 2. and gets the others'
+            # 2. and receives the parts of other ranks
             elif rank == receiver:
                 wanted = list(shape)
                 wanted[block.dim] = block.classes * block.per_class
@@ -450,7 +450,7 @@ def assemble(part: Tensor, owners: Owners, receiver: int = 0) -> Tensor:
 
 
 def _on_rank_zero(value: Any) -> Any:
-    """Return the whole of a ``DTensor`` on rank 0, elsewhere a tensor of its shape without memory. Anything else as it is."""
+    """Return the whole of a ``DTensor`` on rank 0, elsewhere a tensor of its shape without memory. Other values are returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor().detach()
@@ -458,7 +458,7 @@ def _on_rank_zero(value: Any) -> Any:
 
 
 def own_part(value: Any, like: Tensor | None) -> Any:
-    """Return this rank's part of a saved whole if ``like`` is divided. Anything else as it is. Communication: none."""
+    """Return this rank's part of a saved whole if ``like`` is divided. Other values are returned unchanged. Communication: none."""
     if like is None or not isinstance(value, Tensor):
         return value
     if isinstance(like, DTensor) and value.shape == like.shape:

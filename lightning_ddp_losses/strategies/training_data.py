@@ -8,10 +8,10 @@
   rows by turns, so that another number of ranks has other batches, and starts the epoch again when training resumes. `GlobalSamplers`
   gives them the batches of ``GlobalBatchSampler.shuffled``, cut over the ranks: each row once, the same global batches on any number of
   ranks with the same global batch, and a place that is saved.
-* Iterable data sets that every rank reads as a whole: W ranks see the rows of one, W times. Samplers divide numbers, and an iterable data
-  set has none: unless it asks for the rank, all ranks get the same rows. `UndividedData` hashes the first batches of an epoch. The hashes
-  are compared in a handshake that is there anyway, that of backward or that at the end of an evaluation. Equal batches prove it only if
-  they change: two of them in a row, with 8 different rows in all. A constant batch (a toy, a benchmark, overfitting on purpose) is no
+* Iterable data sets that every rank reads as a whole: each row is then used W times. Samplers divide indices, which these data sets lack:
+  unless the data set divides itself by rank, all ranks get the same rows. `UndividedData` hashes the first batches of an epoch. The hashes
+  are compared in an existing handshake (backward's, or the one at the end of an evaluation). Equal batches are evidence only if
+  they change: two of them in a row, with 8 different rows in total. A constant batch (a toy, a benchmark, overfitting on purpose) is no
   evidence, and neither are rows that a rank augments for itself. If a check that looks for it (F71) is at work, that check decides.
 
 Legend: ``W`` ranks, ``G`` rows of a global batch.
@@ -46,14 +46,14 @@ _LOOKED_AT = 4  # batches of an epoch
 _SEEN = struct.Struct("<QI")  # content of a batch, its different rows
 
 
-# ---------------------------------------------------------------------- loaders as they come
+# ---------------------------------------------------------------------- loaders that the user passed
 
 
 class GivenLoaders(FitPart):
-    """Warns of samplers that Lightning replaced, and refuses batches that are not those of their global sampler."""
+    """Warns of samplers that Lightning replaced, and refuses batches that differ from their global sampler's."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Look at a loader, which stays as it is."""
+        """Inspect a loader. It is not changed."""
         text = describe_reshuffle(dataloader, injecting=compat.injects_distributed_sampler(self.fit.trainer))
         if text is not None:
             rank_zero_warn(text)
@@ -69,7 +69,7 @@ def foreign_loader(trainer: pl.Trainer) -> str:
 
 
 def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
-    """Return Lightning's change to the order of a structured sampler, as an error text. None if it left the order alone.
+    """Return Lightning's change to the order of a structured sampler, as an error text. None if the order is unchanged.
 
     Args:
         dataloader: When Lightning has resolved samplers.
@@ -101,7 +101,7 @@ def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
 
 
 def refuse_other_batches(dataloader: object) -> None:
-    """Refuse a DataLoader with other batches than those of its global sampler, which cannot see how its indices are used.
+    """Refuse a DataLoader whose batches differ from its global sampler's. The sampler cannot find out how its indices are used.
 
     Args:
         dataloader: Argument of ``Strategy.process_dataloader``.
@@ -159,7 +159,7 @@ class GlobalSamplers(FitPart):
             if _has_own_batches(dataloader):
                 return None
             loader = _checked(self.fit.trainer, dataloader)
-        # where Lightning's DistributedSampler has it from
+        # the source of the seed of Lightning's DistributedSampler
         seed = os.environ.get("PL_GLOBAL_SEED")
         batches = batches_in_place(loader, seed=None if seed is None else int(seed) % NUMPY_SEEDS, title=_TITLE)
         if not self._has_logged:
@@ -181,12 +181,12 @@ def _log(loader: data.DataLoader[Any], batches: GlobalBatches) -> None:
 
 
 def _has_own_batches(dataloader: object) -> bool:
-    """Return whether the user, or a library, chose the batches of a loader, which is then left as it is."""
+    """Return whether the user, or a library, chose the batches of a loader, which is then not changed."""
     if not isinstance(dataloader, data.DataLoader) or isinstance(dataloader.dataset, data.IterableDataset):
         return False
     if draw_of(dataloader) is not None:
         return True
-    # 1. what torch makes of batch_size= (without one it makes no batches) and shuffle=
+    # 1. the samplers that torch makes from batch_size= (without it, there are no batches) and shuffle=
     sampler, batches, rows = dataloader.sampler, dataloader.batch_sampler, dataloader.dataset
     is_plain = batches is None or type(batches) is data.BatchSampler
     is_torchs = type(sampler) in (data.SequentialSampler, data.RandomSampler)
@@ -195,7 +195,7 @@ def _has_own_batches(dataloader: object) -> bool:
         is_torchs = not sampler.replacement and len(sampler) == len(sampler.data_source)
     if is_plain and is_torchs:
         return False
-    # 2. anything else
+    # 2. all other samplers
     name = type(sampler if is_plain else batches).__name__
     rank_zero_warn(
         f"{_TITLE} leaves a training loader with a {name} of its own as it is. To cut its batches over the ranks, write "
@@ -235,7 +235,7 @@ def _checked(trainer: pl.Trainer, dataloader: object) -> data.DataLoader[Any]:
 class SameRows:
     """Counts how long pairs of ranks have been given the same batches.
 
-    Batches that do not change from step to step are no evidence (a toy, or overfitting on purpose).
+    Batches that do not change from step to step are not evidence (a toy example, or overfitting on purpose).
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The batches of an accumulation window, read before its first step, and what the module's ``loss_counts`` counts in them.
 
-A window whose counts are known divides by the right number from its first backward on. The counts are those of all its batches, so these
-are read when the window opens. They wait in a buffer around the fit's loader, and Lightning's fetcher gets them one by one. What the
+A window whose counts are known divides by the right number from its first backward on. They are sums over all its batches, so
+these are read when the window opens. A buffer around the fit's loader keeps them, and Lightning's fetcher gets them one by one. What the
 classes inside the buffer note when a batch is read (states of loaders, ends of epochs) is by the number of the batch, or moves with it.
 
 Legend: ``A`` is ``accumulate_grad_batches``. A window has A batches, or what is left of the epoch.
@@ -39,7 +39,7 @@ class _Batch(NamedTuple):
         fetched: The batch and its numbers, as the combined loader gives them.
         counts: What ``loss_counts`` returned for it.
         versions: How often its tensors were written to.
-        lacks_rows: Whether some rank lacks rows in it. None if nobody asks.
+        lacks_rows: Whether some rank lacks rows in it. None if this is not needed.
     """
 
     fetched: Any
@@ -92,7 +92,7 @@ class WindowLoader(CombinedLoader):
             return False
         counts = None
         with self.fit.raise_on_all_ranks(LOSS_COUNTS):
-            if fetched[0] is not None:  # fetched ahead by a fit that ends before
+            if fetched[0] is not None:  # fetched ahead by a fit that ends before it is used
                 counts = getattr(self.fit.module, LOSS_COUNTS)(fetched[0])
         lacking = self._lacking()
         lacks_rows = lacking.pop() if lacking else None
@@ -119,18 +119,18 @@ class WindowLoader(CombinedLoader):
         """Return this rank's counts in the batch that is trained on and the next ones, and how many these are.
 
         Args:
-            batches: The most that the window can have. The epoch may end before.
+            batches: Largest number of batches in the window. The epoch may end earlier.
 
         Raises:
             InputError: on every rank, as ``add_counts``, and for a loader that reuses memory.
 
-        Communication: that of reading the batches.
+        Communication: only the communication of reading the batches.
         """
         # 1. the batch that is trained on, and one that Lightning has fetched ahead. Its hooks may have written to them
         number = 1 + compat.prefetched_batches(self.fit.trainer.fit_loop)
         handed_over = list(self._handed_over)[-number:]
         handed_over = [batch._replace(versions=_versions(batch.fetched)) for batch in handed_over]
-        # 2. the other batches of the window
+        # 2. the remaining batches of the window
         while number + len(self._ahead) < batches and self._read_one():
             pass
         self._refuse_overwritten(handed_over)

@@ -2,8 +2,8 @@
 
 A window is opened by the first micro-batch and closed by the backward that synchronises.
 ``distributed/accumulation`` defines a window. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``.
-That is undone here, as the window divides by its counts. If counts are given, the mean over the window's micro-batches takes its place, so
-that each other term has the weight that it has in one process. The value of a loss is the share times their number.
+This part undoes it, because the window divides by its counts. If counts are given, the mean over the window's micro-batches replaces it, so
+that each other term has the same weight as in one process. The value of a loss is its share times the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class LightningWindows(FitPart):
         return self._window
 
     def _count_ahead(self, window: AccumulationWindow, batches: int) -> None:
-        """Give a window the counts of all its batches, if the module counts in them. Communication: one handshake, and that of reading."""
+        """Give a window the counts of all its batches, if the module counts in them. Communication: one handshake, and reading batches."""
         trainer = self.fit.trainer
         loader = compat.combined_loader(trainer.fit_loop)
         if isinstance(loader, WindowLoader):
@@ -175,7 +175,7 @@ class LightningWindows(FitPart):
             window.terms.averages = int(min(window.expected_micro_batches, left))
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Count a loss that is about to be back-propagated, and undo Lightning's division of it, or let it be that of the window."""
+        """Count a loss that is about to be back-propagated, and undo Lightning's division of it, or replace it by the window's."""
         window = self._window
         if window is None or not self._is_automatic:
             return loss  # inside a block backward itself counts it
@@ -187,7 +187,7 @@ class LightningWindows(FitPart):
         return loss if factor == 1 else loss * factor
 
     def on_gradients_reduced(self) -> None:
-        """Correct the gradients of a window of automatic optimisation: they are those of all ranks and micro-batches now."""
+        """Correct the gradients of a window of automatic optimisation, which now contain all ranks and micro-batches."""
         window = self._window
         if window is None:
             return
