@@ -3,10 +3,11 @@
 | faults | where their fix is run |
 |---|---|
 | F20 to F23, F26 to F30, F37, F59 | here |
-| F01, F02, F04 to F06, F08 to F10, F13, F17, F32, F35, F36, F41, F49, F67 to F71, F84 | `test_advised_fixes_of_training.py` |
+| F01, F02, F04 to F06, F08 to F10, F12, F13, F17, F32, F35, F36, F41 | `test_advised_fixes_of_training.py` |
+| F49, F67 to F71, F79, F81, F84 | `test_advised_fixes_of_training.py` |
 | F83, F85 | `tests/strategies/test_resuming.py`: runs killed after any step, with both advised samplers |
 | F38, F64 | `tests/callbacks/test_absent_gradients.py`, `tests/callbacks/data_cases.py` |
-| F46, F55 | `tests/callbacks/test_advice.py` |
+| F46, F53, F55, F56 | `tests/callbacks/test_advice.py` |
 | F51, F54 | `tests/metrics/test_synced.py`, `tests/strategies/test_evaluation.py` |
 | other errors that have a case | the healthy twins of `tests/callbacks/test_cases.py`, whose value is not compared |
 | F31, F33 | `tests/samplers/test_global_batch.py`, `tests/test_microbatched.py` |

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
-from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, global_mean
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import QUIET, make_trainer
@@ -332,6 +333,69 @@ class CountsOfAll(CountsInABuffer):
         return own - self.ranks * (self.ranks - 1) / 2
 
 
+class OverAnEmptyClass(Program):
+    """The mean of a class that a rank may lack is not a number."""
+
+    def rows_of_class(self, features: Tensor, labels: Tensor) -> Tensor:
+        return self.outputs(features)[labels == 0].square().sum(1).mean()
+
+    def objective(self, features: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.outputs(features), labels) + self.rows_of_class(features, labels)
+
+    def train_dataloader(self) -> Any:
+        return ZeroWithoutGraph.train_dataloader(self)  # type: ignore[arg-type]
+
+
+class OverAllRanks(OverAnEmptyClass):
+    def rows_of_class(self, features: Tensor, labels: Tensor) -> Tensor:
+        chosen = labels == 0
+        return global_mean(self.outputs(features)[chosen].square().sum(), chosen.sum())
+
+
+class InAnOrderOfTheRank(Program):
+    """Two layers, registered in the order of a set, which may differ between processes."""
+
+    def names(self) -> list[str]:
+        return ["first", "second"][:: -1 if self.rank else 1]
+
+    def build(self) -> None:
+        for name in self.names():
+            torch.manual_seed(len(name))
+            self.add_module(name, nn.Linear(CLASSES, CLASSES).double())
+
+    def outputs(self, features: Tensor) -> Tensor:
+        out = super().outputs(features)
+        return self.get_submodule("second")(self.get_submodule("first")(out).tanh())  # type: ignore[no-any-return]
+
+
+class InAFixedOrder(InAnOrderOfTheRank):
+    def names(self) -> list[str]:
+        return sorted(super().names())
+
+
+class ComplexBuffer(Program):
+    """A buffer that gloo and NCCL may not broadcast."""
+
+    def build(self) -> None:
+        self.register_buffer("turn", torch.tensor([1j, 1, -1j], dtype=torch.complex128))
+
+    def turned(self, out: Tensor) -> Tensor:
+        turned: Tensor = out * self.turn  # type: ignore[operator]
+        return turned.real + turned.imag
+
+    def outputs(self, features: Tensor) -> Tensor:
+        return self.turned(super().outputs(features))
+
+
+class TwoRealBuffers(ComplexBuffer):
+    def build(self) -> None:
+        self.register_buffer("real", torch.tensor([0.0, 1, 0], dtype=torch.float64))
+        self.register_buffer("imag", torch.tensor([1.0, 0, -1], dtype=torch.float64))
+
+    def turned(self, out: Tensor) -> Tensor:
+        return out * self.real + out * self.imag  # type: ignore[operator]
+
+
 # ---------------------------------------------------------------------- data
 
 
@@ -520,6 +584,7 @@ ROWS_OF_FAULTS: dict[str, Row] = {
     "F08": Row(Unfrozen, WithoutRateAtFirst, Unfrozen),
     "F09": Row(SecondBackward, OneSum, SecondBackward),
     "F10": Row(ByHand, ManualBackward, ByHand),
+    "F12": Row(InAnOrderOfTheRank, InAFixedOrder, InAFixedOrder),
     "F13": Row(ClippedOnOneRank, Program, ClippedOnOneRank, fix={"gradient_clip_val": 0.05}),
     "F17": Row(PlateauOfARank, PlateauOfAll, PlateauOfARank, options={"max_epochs": 3}),
     "F32": Row(ZeroWithoutGraph, ZeroWithGraph, ZeroWithGraph, ends=True),
@@ -533,6 +598,8 @@ ROWS_OF_FAULTS: dict[str, Row] = {
     "F69": Row(PermutedByRank, Sampled, SampledAlone),
     "F70": Row(NotSet, SetByHand, SetByHand, options=TWO_EPOCHS),
     "F71": Row(Undivided, Divided, Program),
+    "F79": Row(OverAnEmptyClass, OverAllRanks, OverAnEmptyClass),
+    "F81": Row(ComplexBuffer, TwoRealBuffers, TwoRealBuffers, ends=True),
     "F84": Row(
         Accumulated,
         Accumulated,
@@ -575,7 +642,8 @@ def in_one_process(fault: str) -> dict[str, Tensor]:
 
 def difference(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     assert ours.keys() == truth.keys()
-    return max(float((ours[name] - truth[name]).norm() / truth[name].norm().clamp(min=1e-9)) for name in truth)
+    differences = [float((ours[name] - truth[name]).norm() / truth[name].norm().clamp(min=1e-9)) for name in truth]
+    return max(math.inf if math.isnan(each) else each for each in differences)
 
 
 @pytest.mark.parametrize("fault", ROWS_OF_FAULTS)
