@@ -1,16 +1,16 @@
 """Mean and covariance of features over the rows of all ranks, and the losses that are functions of them: Barlow Twins and VICReg.
 
-A self-supervised loss that normalises by batch statistics needs those of the global batch. Statistics of each rank alone train another
-loss. Statistics that are summed over ranks without a gradient train the right loss with 1/W of its gradient. Gathering the rows is right
-and moves (G, D) numbers. A covariance needs (D, D), however many rows there are.
+A self-supervised loss that normalises by batch statistics needs the statistics of the global batch. With the statistics of one rank it is
+another loss. Statistics that are summed over ranks without a gradient train the right loss with 1/W of its gradient. Gathering the rows
+is right and moves (G, D) numbers. A covariance needs (D, D), however many rows there are.
 
 1. One handshake: rows of each rank, and whether the ranks agree.
 2. The sum of the rows over ranks gives the mean (D,).
 3. Products of the centred rows, summed over ranks, give the covariances (D, D).
 
-All ranks then compute the same function of the same numbers, so a sum over ranks needs no collective in backward: its gradient is W times
-this rank's own, and DDP's mean divides by W. The covariance is that of rows centred by a constant mean: the derivative by the mean is a
-sum of centred rows, which is zero.
+All ranks then compute the same function of the same numbers, so a sum over ranks does not need a collective in backward: its gradient is
+W times this rank's own, and DDP's mean divides by W. The covariance uses rows centred by a constant mean: the derivative by the mean is
+a sum of centred rows, which is zero.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` features.
 """
@@ -72,13 +72,13 @@ def moments(rows: Tensor, *, name: str | None = None, group: Group = None) -> Mo
         rows: (B, D), floating. Half precision is computed in float32.
         name: Name that is equal on all ranks. Ranks that make several calls in a different order get an error if the calls have names.
             Calls without names that have equal shapes and options cannot be told apart.
-        group: Process group. None: the world.
+        group: Process group. If None, the world.
 
     Returns:
         ``Moments``, equal on every rank.
 
     Gradient:
-        After DDP's mean over ranks that of one process, if all ranks compute the same function of the moments.
+        After DDP's mean over ranks, the gradient of one process, if all ranks compute the same function of the moments.
 
     Communication:
         Forward one handshake, an all-reduce of D numbers and one of D x D. Backward none.
@@ -114,7 +114,7 @@ def cross_correlation(
         second: (B, D).
         eps: Added to the variances, as ``batch_norm`` does.
         name: Name that is equal on all ranks (``moments``).
-        group: Process group. None: the world.
+        group: Process group. If None, the world.
 
     Returns:
         (D, D), equal on every rank.
@@ -155,17 +155,17 @@ def barlow_twins(
 
     Args:
         first: (B, D), projections of one view.
-        second: (B, D), projections of the other view, row by row of the same samples.
+        second: (B, D), projections of the other view, with the same samples in the same order.
         lambd: Weight of the redundancy term.
         eps: Added to the variances.
         name: Name that is equal on all ranks (``moments``).
-        group: Process group. None: the world.
+        group: Process group. If None, the world.
 
     Returns:
         The global loss, 0-dim, equal on every rank.
 
     Gradient:
-        After DDP's mean over ranks that of one process.
+        After DDP's mean over ranks, the gradient of one process.
 
     Communication:
         As ``cross_correlation``.
@@ -210,19 +210,19 @@ def vicreg(
 
     Args:
         first: (B, D), projections of one view.
-        second: (B, D), projections of the other view, row by row of the same samples.
+        second: (B, D), projections of the other view, with the same samples in the same order.
         invariance: Weight of the mean squared error.
         variance: Weight of the variance term.
         covariance: Weight of the covariance term.
         eps: Added to the variances.
         name: Name that is equal on all ranks (``moments``).
-        group: Process group. None: the world.
+        group: Process group. If None, the world.
 
     Returns:
         The global loss, 0-dim, equal on every rank.
 
     Gradient:
-        After DDP's mean over ranks that of one process.
+        After DDP's mean over ranks, the gradient of one process.
 
     Communication:
         Forward one handshake, an all-reduce of 2 D numbers and one of 2 D x D + 1. Backward none.
@@ -320,7 +320,7 @@ def meet(
         given: This rank's tensors by name, of one shape (B, D).
         must_match: Values that must be equal on all ranks, by name.
         group: Process group.
-        features: The only D that is allowed. None: any.
+        features: The only D that is allowed, or None for any.
         parts: Number of equal parts that B must consist of.
         at_least: Number of rows that all ranks must have together.
 
@@ -342,7 +342,7 @@ def meet(
     payload = _ROWS.pack(len(rows), any(tensor.requires_grad for tensor in tensors))
     payloads = handshake.all_gather(agreement, must_match, payload, group=group)
     counts, needs_grad = zip(*map(_ROWS.unpack, payloads), strict=True)
-    if sum(counts) < at_least:  # every rank knows the counts, so every rank raises
+    if sum(counts) < at_least:  # all ranks have the same counts, so all raise
         expected = f"{at_least} or more on all ranks together"
         raise InputError(f"{title}: rows", expected=expected, ranks=counts, collective=True)
     return [match_requires_grad(tensor.to(dtype), any(needs_grad)) for tensor in tensors], list(counts)

@@ -2,7 +2,7 @@
 
 A sub-loss is a sum of elements over a divisor: ``L = S / N`` with ``S = sum_r S_r`` and ``N = sum_r n_r``. Each rank
 back-propagates ``W * S_r / N``, so that DDP's mean over ranks gives the gradient of ``L``, and reports ``L``. A term that every rank
-computes in full (a regulariser of the replicated weight) back-propagates as it is.
+computes in full (a regulariser of the replicated weight) back-propagates unchanged.
 
 1. Each rank has a ``PartialSum`` of each sub-loss: a 0-dim tensor and its divisor, which is a number if the host has counted it.
 2. ``SumExchange.gather`` makes one table of the numbers of all ranks. It stays on an accelerator, and no host waits for it. On the CPU it
@@ -73,7 +73,7 @@ Gradients = Sequence[Tensor | None]
 
 
 class ElementCounts(NamedTuple):
-    """Numbers of elements of a sub-loss, which only reducers that collect statistics ask for.
+    """Numbers of elements of a sub-loss. Only reducers that collect statistics use them.
 
     Attributes:
         elements: Elements that the reducer got.
@@ -89,7 +89,7 @@ class ElementCounts(NamedTuple):
 
 
 NO_COUNTS = ElementCounts()
-ONE_ELEMENT = ElementCounts(elements=1, pairs=1)  # reduced already: its reducer asks for no limit and no divisor
+ONE_ELEMENT = ElementCounts(elements=1, pairs=1)  # already reduced: its reducer does not need limits or a divisor
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class PartialSum:
 
     Attributes:
         total: S_r, 0-dim, with its graph, or a number of the host without one. The sub-loss itself if it is ``full``.
-        divisor: n_r, a number if the host has counted it, else 0-dim. None: the sum is not divided.
+        divisor: n_r, a number if the host has counted it, otherwise 0-dim. None if the sum is not divided.
         full: Every rank computes the same complete value. It is neither divided nor summed.
         name: Name of the sub-loss.
         counts: Numbers that pytorch-metric-learning records.
@@ -112,7 +112,7 @@ class PartialSum:
 
     @property
     def may_count_nothing(self) -> bool:
-        """Whether the divisor may be 0, as far as this host knows."""
+        """Whether the divisor may be 0. True if the host cannot read it without waiting."""
         if self.full or self.divisor is None:
             return False
         if isinstance(self.divisor, Tensor) and not self.divisor.is_cpu:
@@ -155,7 +155,7 @@ def wide_float(device: torch.device) -> torch.dtype:
 
 
 def stack_numbers(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    """Return numbers, (n,), on the device of ``like`` in its widest dtype. Those that lie there stay there."""
+    """Return numbers, (n,), on the device of ``like`` in its widest dtype. Numbers on that device are not moved."""
     wide, parts = wide_float(like.device), []
     for number in numbers:
         if isinstance(number, Tensor) and number.device == like.device:
@@ -195,8 +195,8 @@ class GlobalSums:
     Attributes:
         partials: This rank's part.
         table: (W, s, 2) totals and divisors, or (W, s, 6) with counts.
-        divisors: (s,), divisors over all ranks that an accumulation window needs on the host. None: read from the table.
-        own_divisors: (s,), this rank's parts of them. None outside of a window, and if every rank has the rows of all.
+        divisors: (s,), divisors over all ranks that an accumulation window needs on the host. If None, they are read from the table.
+        own_divisors: (s,), this rank's parts of them. None outside of a window, and if every rank has all rows.
         may_be_zero: Totals and divisors may have been multiplied by 0.
     """
 
@@ -240,7 +240,7 @@ class GlobalSums:
         return values, factors
 
     def _sub_losses_on_device(self, empty: float) -> tuple[Tensor, list[Tensor]]:
-        # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
+        # use means over ranks: their quotient equals the quotient of the sums, and W over the sum is 1 over the mean
         means = self.table.mean(0) if len(self.table) > 1 else self.table[0]
         totals, divisors = means[:, 0], means[:, 1]
         if not self.may_be_zero and not any(each.may_count_nothing for each in self.partials):
@@ -318,11 +318,11 @@ class SumExchange:
         Args:
             partials: This rank's.
             like: Rows of the call. The numbers stay on their device if ranks can exchange them there.
-            with_counts: The counts are wanted too. They go through the hosts.
-            present: 0-dim, 0 if the loss is a zero, else 1. None: 1.
-            row_stats: (B, k), numbers of this rank's rows. None: there are none.
+            with_counts: Exchange the counts too, between the hosts.
+            present: 0-dim, 0 if the loss is a zero, otherwise 1. None means 1.
+            row_stats: (B, k), numbers of this rank's rows. None if there are none.
             rows_by_rank: B of each rank.
-            handshake_bytes: Size of the handshake that all ranks have agreed on. None: that of the channel.
+            handshake_bytes: Size of the handshake that all ranks have agreed on. If None, the channel's size.
 
         Communication: one handshake. On an accelerator a gather of the sums, and one of the statistics.
         """
@@ -349,7 +349,7 @@ class SumExchange:
         if current_window() is None:
             self._handshake(b"", handshake_bytes)
         else:
-            # the host divides the micro-batches of a window, and waits only for divisors that it does not know
+            # the host divides the micro-batches of a window, and waits only for divisors that are still on the device
             shares = array("d", HostNumbers(numbers[1::2]).read())
             payloads = self._handshake(shares.tobytes(), handshake_bytes)
             by_rank = _from_bytes(payloads, torch.float64).view(-1, len(shares))
@@ -411,7 +411,7 @@ def global_loss(
         if window_source is not None:
             note_parts(result, sums.window_parts)
         return result
-    # in an accumulation window: each sub-loss as a part of that in all its micro-batches
+    # an accumulation window needs each sub-loss as a part of the sub-loss over all micro-batches
     call = window.enter(*window_source, sums.window_parts(), process_groups.members(group))
     marked = []
     for index, (each, total, factor) in enumerate(zip(values, totals, factors, strict=True)):
@@ -422,7 +422,7 @@ def global_loss(
 def global_quotient(
     total: Tensor, divisor: float, handshake: Callable[[bytes], list[bytes]], *, group: Group
 ) -> Tensor:
-    """Return the sum of all ranks' totals over a divisor that every rank knows: its value on every rank, W times this share's gradient.
+    """Return the sum of all ranks' totals over a divisor that all ranks have: its value on every rank, W times this share's gradient.
 
     Args:
         total: This rank's, 0-dim.
@@ -430,7 +430,7 @@ def global_quotient(
         handshake: Exchanges payloads.
         group: Process group.
 
-    Communication: one handshake, on the device one gather in its place. The ranks must have agreed on the call before.
+    Communication: one handshake, or one gather on the device. The ranks must have agreed on the call.
     """
     share = for_mean_over_ranks(total / divisor, group)
     own = total.detach().to(wide_float(total.device))
@@ -462,9 +462,9 @@ def value_with_grad(
     Args:
         value: The number, on the host or 0-dim. With one input it may be a tensor of its shape.
         inputs: Tensors that it depends on. The first one sets dtype and device.
-        factors: The derivative of the number by each of the inputs. None: there is one input, and it is 1.
-        vjp: Computes these derivatives in backward instead: which inputs want a gradient -> the derivative by each of them.
-        once: Name in the error of a second derivative, which would be W times one process's. None: it is exact.
+        factors: The derivative of the number by each of the inputs. None means one input with derivative 1.
+        vjp: Computes these derivatives in backward instead: which inputs need a gradient -> the derivative by each of them.
+        once: Name in the error of a second derivative, which would be W times one process's. None if it is exact.
 
     Returns:
         A tensor like ``value``.
@@ -485,7 +485,7 @@ class _ValueWithGrad(torch.autograd.Function):
         once: str | None,
         *inputs: Tensor | None,
     ) -> Tensor:
-        # factors are not saved as tensors: a checkpointed loss would have to meet its peers again to make them
+        # factors are not saved as tensors: a checkpointed loss would need a second exchange to recompute them
         ctx.factors, ctx.vjp, ctx.once = factors, vjp, once
         ctx.depends_on = () if once is None else inputs
         if vjp is not None:
@@ -536,27 +536,27 @@ def global_mean(
     Equivalent to: in one process, ``total / count`` of the rows of all ranks (and, in an accumulation window, of all micro-batches).
 
     Args:
-        total: 0-dim, or (k,) for k means at once: this rank's sum, floating, with its graph. Halves are added in float32. A rank
-            without rows passes a sum that went through the model (``model(rows).sum() * 0``), so that DDP's hooks fire there too.
+        total: 0-dim, or (k,) for k means in one call: this rank's sum, floating, with its graph. Halves are added in float32. A rank
+            without rows passes a sum that went through the model (``model(rows).sum() * 0``), so that DDP's hooks run on it.
         count: This rank's part of the divisor: a number or 0-dim tensor, or one of as many elements as
-            ``total``, without gradient. 0 if there are no rows. Whole numbers are exact up to 2**53.
+            ``total``, without gradient. 0 for a rank without rows. Whole numbers are exact up to 2**53.
         empty: Value of a mean that is empty on all ranks. Its gradient is zero.
-        name: Name in messages, and of the term in an accumulation window. Without one the line that calls it is the name there. Ranks
+        name: Name in messages, and of the term in an accumulation window. Without a name, the calling line is used. Ranks
             that make several calls in a different order get an error if the calls have names. Without names they cannot be told apart.
         group: Process group. None is the world.
         mesh: Dimensions of a device mesh over which rows differ, in place of ``group``: ``mesh["dp", "cp"]``.
         copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
         reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the divisor of that sum
-            (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``.
+            (``set_gradient_divide_factor``). ``"auto"``: the strategy's model's, or else the accumulation window's, or else ``module``'s.
             Without these a mean, and an error if some module of this process is reduced in another way.
         module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.
 
     Returns:
-        The mean, of the shape of ``total``, equal on every rank. Logging it needs no ``sync_dist``.
+        The mean, of the shape of ``total``, equal on every rank. Log it without ``sync_dist``.
 
-    Gradient: when the model's gradients are reduced, that of ``sum(total) / sum(count)``. Multiply the value by the same factor on every
-        rank (one that differs is an error before gradients are reduced, or at the next call). A second derivative over several ranks is
-        an error.
+    Gradient: after the reduction of the model's gradients, the gradient of ``sum(total) / sum(count)``. Multiply the value by the same
+        factor on every rank (one that differs is an error before gradients are reduced, or at the next call). A second derivative over
+        several ranks is an error.
 
     Communication: one handshake, and on an accelerator a gather for which the host does not wait (it waits for a ``count`` there). None
         in backward. With ``copies`` one handshake more, and the host waits for ``total``. For a part of the world over several
@@ -578,7 +578,7 @@ def global_mean(
     title = with_name("global_mean", name)
     # 1. the sums of this rank
     try:
-        if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group
+        if mesh is not None or copies is not None:  # before the exchange: an error is sent to the ranks of the group
             group = process_groups.group_of_mesh(title, mesh, copies, group)
         counts = _checked_counts(title, total, count)
         has_graph = total.requires_grad and torch.is_grad_enabled()
@@ -615,7 +615,7 @@ def global_mean(
     values = [s / n if n else empty for s, n in zip(global_totals, global_counts, strict=True)]
     factors = [world / n if n else 0.0 for n in global_counts]
     value = _as_shape_of(totals, values)
-    # in an accumulation window: as parts of all its micro-batches
+    # an accumulation window needs them as parts of all its micro-batches
     window, call = current_window(), None
     parts = functools.partial(_window_parts, global_counts, counts, known_totals)
     if window is not None and has_graph:
@@ -633,7 +633,7 @@ def global_mean(
 
 
 def _as_shape_of(totals: Tensor, numbers: Sequence[float | Tensor]) -> Any:
-    """Return numbers as a tensor like ``totals``. A single number needs no tensor."""
+    """Return numbers as a tensor like ``totals``, or a single number unchanged."""
     if totals.ndim == 0:
         return numbers[0]
     if any(isinstance(number, Tensor) for number in numbers):
@@ -652,7 +652,7 @@ def _plan_of_means(
 
 
 def _window_parts(counts: Sequence[float], own_counts: Sequence[float], totals: Sequence[float]) -> list[WindowPart]:
-    """Return how each mean counts in an accumulation window. On an accelerator the host does not know the totals."""
+    """Return how each mean counts in an accumulation window. On an accelerator the totals are not read."""
     columns = itertools.zip_longest(counts, own_counts, totals)
     return [WindowPart("mean", count, own, total) for count, own, total in columns]
 
@@ -716,7 +716,7 @@ def _checked_counts(title: str, total: Any, count: Any) -> list[float]:
 
 
 def _refuse_partial_graph(title: str, flags: Sequence[bool]) -> None:
-    """Refuse sums that have a graph on some ranks only: DDP would wait for the gradients of the others."""
+    """Refuse sums that have a graph on some ranks only: DDP would wait for gradients of ranks without one."""
     if any(flags) and not all(flags):
         raise InputError(
             f"{title}: total",

@@ -1,5 +1,5 @@
-"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers. It knows lightly by name.
-Other files ask here.
+"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers. It recognises
+lightly's losses by name. Other files use its functions.
 
 A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.py`` if it runs in tiles. The rows were measured on PML
 2.9 in float64: sums and counts of two unequal halves against one process. ``evaluations.check_separable`` repeats that for any instance.
@@ -11,7 +11,7 @@ A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.p
 | ``elements`` | losses that are a sum over samples |
 | ``moments`` | lightly's losses that are a function of mean and covariance |
 
-The class alone does not decide: ``is_separable`` looks at how an instance is configured (regulariser, distance, reducer, random triplets).
+The class is not enough: ``is_separable`` also inspects an instance's configuration (regulariser, distance, reducer, random triplets).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class LossFacts:
         few_rows: Global rows up to which the full loss on every rank is faster than one more exchange (measured, W = 2).
         memory: Numbers that PML's formula holds for each anchor: one per column, one per positive and column, one per positive and
             negative, or every triplet. ``"triplets"`` also says that it compares triplets, not pairs.
-        pair_loss: File and class of its evaluation in tiles, in this folder (named, not imported: they stand above this table), or a
+        pair_loss: File and class of its evaluation in tiles, in this folder (named, not imported: those files import this one), or a
             registered class.
         head: File and class of its logits if its classes are split over ranks.
         column_elements: Its element losses have the shape (n, 1), which PML 2.9 multiplies with a row of class weights: a product of two
             means, which no split gives.
         arguments: Names of its positional arguments.
-        pairs_views: Without labels it pairs row i of ``embeddings`` with row i of ``ref_emb`` by itself.
+        pairs_views: Without labels it pairs row i of ``embeddings`` with row i of ``ref_emb``.
         writes_distances: It writes into the distances that it gets, which backward needs (without labels, PML 2.9 on torch 2.13).
-        own_references: Its references are not those of the call, but rows it remembers.
+        own_references: It compares with rows in its memory, and not with references of the call.
         draws: It draws random numbers in every call.
     """
 
@@ -112,7 +112,7 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
         "rows", pair_loss="tiled.pair_losses.TripletMargin", few_rows=64, memory="triplets"
     ),
     pml.TupletMarginLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs", column_elements=True),
-    # replicated like all that have no row, but called differently
+    # replicated like classes that are not listed, but called differently
     pml.CrossBatchMemory: LossFacts(
         arguments=("embeddings", "labels", "indices_tuple", "enqueue_mask"), own_references=True
     ),
@@ -135,7 +135,7 @@ def facts_of(loss: nn.Module) -> LossFacts:
 
 
 def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
-    """Return the exact modes of a loss by its class, that of ``auto`` first. A subclass may have another formula: a separate row."""
+    """Return the exact modes of a loss by its class, the mode of ``auto`` first. A subclass needs its own row."""
     cls = type(loss)
     facts = LOSSES.get(cls)
     if facts is not None and facts.mode != "replicated":
@@ -152,7 +152,7 @@ def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
 
 
 def register_element_wise(cls: T) -> T:
-    """Declare that a loss is a sum over samples: its rows need no other rank's rows (usable as a decorator).
+    """Declare that a loss is a sum over samples: each term depends on one row only (usable as a decorator).
 
     The class must offer PML's ``compute_loss`` with a reducer, or torch's ``reduction`` attribute. Verify the claim with
     ``check_separable``.
@@ -174,10 +174,10 @@ def register_row_separable(cls: T, *, pair_loss: type | None = None) -> T:
     Args:
         cls: The class of the loss.
         pair_loss: Its evaluation in tiles, a subclass of ``losses.tiled.pair_losses.PairLoss``, which grows with the rows and not with
-            their square. None: PML's formula, a few anchors at a time.
+            their square. If None, PML's formula is used, a few anchors at a time.
 
     Raises:
-        ConfigurationError: for a class that is no module, and a ``pair_loss`` that is no ``PairLoss``.
+        ConfigurationError: if the class is not a module, or ``pair_loss`` not a ``PairLoss``.
 
     Example:
         >>> from pytorch_metric_learning.losses import ContrastiveLoss
@@ -196,14 +196,14 @@ def register_row_separable(cls: T, *, pair_loss: type | None = None) -> T:
 
 
 def is_separable(loss: nn.Module, mode: Mode) -> bool:
-    """Return whether this instance, of a class that allows ``mode``, is a sum that can be taken apart as it is configured now."""
+    """Return whether this instance, of a class that allows ``mode``, is a sum that can be divided over ranks as configured."""
     if mode == "elements" and getattr(loss, "embedding_regularizer", None) is not None:
         return False  # a regulariser may look at the full batch (zero mean)
     options = vars(loss)  # getattr of a missing attribute of a module is slow
     if options.get("triplets_per_anchor", "all") != "all":
         return False  # random: all ranks must draw the same
     if options.get("swap", False):
-        return False  # looks up the distance of a positive, which may lie on another rank
+        return False  # uses the distance of a positive, which may be on another rank
     distance = getattr(loss, "distance", None)
     if distance is not None and type(distance) not in DISTANCES:
         return False  # a user's distance may look at the full batch
@@ -214,7 +214,7 @@ def is_separable(loss: nn.Module, mode: Mode) -> bool:
 
 
 def is_pml_loss(loss: object) -> bool:
-    """Return whether a loss is called as PML's are: embeddings, labels, tuples, references."""
+    """Return whether a loss has PML's arguments: embeddings, labels, tuples, references."""
     is_theirs = isinstance(loss, (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses))
     return is_theirs or two_views_loss(loss) is not None
 
@@ -226,7 +226,7 @@ def name_in_lightly(module: object) -> str:
 
 
 def two_views_loss(loss: object) -> Any:
-    """Return the ``SelfSupervisedLoss`` that a loss is: itself, or that of lightly's ``NTXentLoss`` without a memory bank, else None."""
+    """Return a loss as ``SelfSupervisedLoss``, also for lightly's ``NTXentLoss`` without a memory bank. None for other losses."""
     if type(loss) is pml.SelfSupervisedLoss:
         return loss
     if name_in_lightly(loss) == "NTXentLoss" and loss.memory_bank.size[0] == 0:  # type: ignore[attr-defined]
@@ -250,7 +250,7 @@ def stacks_views(loss: nn.Module) -> bool:
 
 
 def compares_one_way(loss: nn.Module) -> bool:
-    """Return whether a loss compares the rows of one view with those of the other only."""
+    """Return whether a loss compares only rows of one view with rows of the other view."""
     return two_views_loss(loss) is not None and not stacks_views(loss)
 
 
@@ -291,25 +291,25 @@ def gathers_by_itself(module: nn.Module) -> bool:
 
 
 def gathering_option(module: nn.Module) -> str:
-    """Return the name of the option that makes a loss of lightly gather rows. Empty: it does not."""
+    """Return the name of the option that makes a loss of lightly gather rows. The name is empty if it does not gather."""
     is_of_lightly = type(module).__module__.startswith("lightly.")
     options = [name for name, value in vars(module).items() if name.endswith("gather_distributed") and value]
     return options[0] if is_of_lightly and options else ""
 
 
 def pair_loss_of(loss: nn.Module) -> Any:
-    """Return the class that evaluates a loss in tiles. None: none does."""
+    """Return the class that evaluates a loss in tiles, or None."""
     return _class_named(getattr(LOSSES.get(type(loss)), "pair_loss", None))
 
 
 def head_class_of(loss: nn.Module) -> Any:
-    """Return the class that computes a loss's logits if its classes are split over ranks. None: none does."""
+    """Return the class that computes a loss's logits if its classes are split over ranks, or None."""
     return _class_named(getattr(LOSSES.get(type(loss)), "head", None))
 
 
 @cache
 def _class_named(place: str | type | None) -> Any:
-    """Return a class of this folder by its file and name. A class, and None, are returned as they are."""
+    """Return a class of this folder by its file and name. A class, and None, are returned unchanged."""
     if not isinstance(place, str):
         return place
     file, name = place.rsplit(".", 1)
@@ -359,7 +359,7 @@ def _register(cls: T, mode: Mode, what: str) -> T:
     is_module = isinstance(cls, type) and issubclass(cls, nn.Module)
     expect(is_module, what, expected="a subclass of torch.nn.Module", got=repr(cls))
     known = LOSSES.get(cls, _NO_FACTS)
-    if MODES.index(mode) < MODES.index(known.mode):  # of two claims the cheaper one stands
+    if MODES.index(mode) < MODES.index(known.mode):  # keep the cheaper one of two claims
         LOSSES[cls] = replace(_inherited(cls), mode=mode)
     return cls
 
@@ -371,12 +371,12 @@ class Reduction(NamedTuple):
     """A reducer as data: how element losses become a sum and a divisor.
 
     Attributes:
-        low: Elements must be larger. None: no lower limit.
-        high: Elements must be smaller. None: no upper limit.
+        low: Elements must be larger. None means no lower limit.
+        high: Elements must be smaller. None means no upper limit.
         plain_sum: The sum is not divided.
         given_divisor: The loss gives the divisor itself.
-        weights: (classes,), by the anchor's label. None: 1.
-        per_anchor: Pairs are averaged within their anchor first. All else then concerns the anchors.
+        weights: (classes,), by the anchor's label. None means 1.
+        per_anchor: Pairs are averaged within their anchor first. The other attributes then apply to anchors.
     """
 
     low: float | None = None
@@ -397,7 +397,7 @@ class Reduction(NamedTuple):
 
 
 def pass_limits(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return which values lie between two limits, bool. None is no limit."""
+    """Return which values are between two limits, bool. None means no limit."""
     if low is None:
         return values < high if high is not None else torch.ones_like(values, dtype=torch.bool)
     return values > low if high is None else (values > low) & (values < high)
@@ -480,7 +480,7 @@ class DistanceFacts:
     Attributes:
         form: Computation of a matrix of distances: one product of matrices, norms of differences, which torch computes without
             making the differences, or the differences themselves, one row of D numbers for each pair.
-        symmetric: The distance of x to y is that of y to x.
+        symmetric: The distance from x to y equals the distance from y to x.
     """
 
     form: Literal["product", "norm", "differences"]

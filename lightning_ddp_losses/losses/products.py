@@ -1,14 +1,14 @@
 """Products of rows with rows, in float32 or on tensor cores. Rows of unit length, and sums of exponentials of products.
 
 A product of two bf16 numbers is exact in float32, so bf16 rows multiplied into float32 differ from the float32 product of the same values
-by the order of summation only. Anything that would lose digits stays out of the product: rows are multiplied as they came, not at unit
-length, and their lengths and the scale are row and column factors of the tile. A gradient of products is no bf16 number. It is made of
+only by the order of summation. Operations that would lose digits are kept out of the product: rows are multiplied unchanged, not at unit
+length, and their lengths and the scale are row and column factors of the tile. A gradient of products is not a bf16 number. It is made of
 two, ``high - low``, which keep 16 of its 24 bits, and each is multiplied with the rows.
 
 | form | a product | rounding of an operand |
 |---|---|---|
 | ``"float32"`` | one in float32 | none |
-| ``"bf16"`` | one of bf16; a gradient's two | none if rows came in bf16, else 2^-9; of a gradient 2^-17 |
+| ``"bf16"`` | one of bf16; two for a gradient | none for bf16 rows, otherwise 2^-9; 2^-17 for a gradient |
 
 Against float64, 60 rows x 24, the worst of CLIP, SigLIP, SupCon, NTXent, MultiSimilarity and ArcFace (relative: loss, gradient; CPU, torch
 2.13): ``"float32"`` 2e-7, 1e-6. ``"bf16"`` 2e-7, 3.4e-6 of bf16 rows and 3e-4, 6e-3 of float32 rows.
@@ -183,8 +183,8 @@ class Operand(NamedTuple):
     """Rows in the form of a product's operand, without graph.
 
     Attributes:
-        rows: (n, D). Float32 or wider rows are divided by their lengths already. Rows of bf16 are as they came.
-        lengths: (n,), divisors of the caller's rows. None: they are not divided.
+        rows: (n, D). Float32 or wider rows are divided by their lengths already. Rows of bf16 are unchanged.
+        lengths: (n,), divisors of the caller's rows. None if they are not divided.
     """
 
     rows: Tensor
@@ -201,7 +201,7 @@ class Operand(NamedTuple):
 
     @property
     def factors(self) -> Tensor | None:
-        """(n,), factors of the rows' products: one over the lengths of bf16 rows. None: 1."""
+        """(n,), factors of the rows' products: one over the lengths of bf16 rows. None means 1."""
         if self.lengths is None or self.rows.dtype != torch.bfloat16:
             return None
         return self.lengths.reciprocal()
@@ -211,7 +211,7 @@ class Operand(NamedTuple):
         return Operand(part_of(self.rows, rows), None if self.lengths is None else part_of(self.lengths, rows))
 
     def multiplied(self, order: Tensor | None) -> Operand:
-        """Return the rows as they are multiplied, without lengths by which they are divided, in an order. None: in theirs."""
+        """Return the rows that are multiplied, without lengths by which they are already divided, in an order (None: unchanged)."""
         lengths = self.lengths if self.rows.dtype == torch.bfloat16 else None
         if order is None:
             return Operand(self.rows, lengths)
@@ -223,7 +223,7 @@ class Operand(NamedTuple):
         return vector.unsqueeze(0) if factors is None else factors.unsqueeze(1) * vector
 
     def total(self) -> Tensor:
-        """Return the sum (D,) of the rows as they are compared, in float32 at least."""
+        """Return the sum (D,) of the rows after division by their lengths, in float32 at least."""
         factors = self.factors
         if factors is None:
             return self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, torch.float32))
@@ -235,7 +235,7 @@ class Operand(NamedTuple):
         Args:
             sums: (n, D), sums over the partners of each row of the product's gradient times the partner (``add_to_left_``).
             out: (n, D), of any floating dtype. May be ``sums``.
-            factor: Factor of the gradient, 0-dim. None: 1.
+            factor: Factor of the gradient, 0-dim. None means 1.
         """
         pieces = pieces_of(sums)
         if len(pieces) == 1:
@@ -311,7 +311,7 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 def add_factors_(
     products: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, plus: Tensor | None = None
 ) -> Tensor:
-    """Multiply products by factors of their rows (n,) and columns (m,), None: 1, and add a number, or one of each row (n, 1).
+    """Multiply products by factors of their rows (n,) and columns (m,), where None means 1, and add a number, or one per row (n, 1).
 
     The result is in the memory of the products, unless this is compiled.
     """
@@ -329,15 +329,15 @@ def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, devic
 
     Args:
         grad: (n, m). Overwritten.
-        of_rows: (n,). None: 1.
-        of_columns: (m,). None: 1.
+        of_rows: (n,), or None for 1.
+        of_columns: (m,), or None for 1.
         device_splits: True if it is the difference of two bf16 numbers.
     """
     if not device_splits:
         return (add_factors_(grad, of_rows, of_columns),)
     if torch.compiler.is_compiling():
         grad = add_factors_(grad, of_rows, of_columns)
-        # in bits: the compiler takes a conversion there and back for none, and the smaller numbers would be 0
+        # in bits, since the compiler removes a conversion to bf16 and back, and the smaller numbers would be 0
         high = ((grad.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
         # not in one tensor: the compiler would compute its two halves apart, and everything twice
         return high.to(torch.bfloat16), (high - grad).to(torch.bfloat16)

@@ -5,8 +5,8 @@ no rank holds in full is drawn in blocks of ``BLOCK`` classes, each from a separ
 same. A rank draws the blocks that overlap its classes and keeps its part.
 
 The second part of the file says which of these classes a call looks at (``LocalClasses``), and where the targets of its rows are among them
-(``LocalTargets``). No tensor there has a length that the host would have to wait for on an accelerator: targets of other ranks are masked
-there, on the CPU they are left out. A rank with all classes masks no row.
+(``LocalTargets``). On an accelerator the host never waits for the length of a tensor: targets of other ranks are masked.
+On the CPU they are left out. A rank with all classes does not mask.
 
 Legend: ``W`` ranks, ``G`` rows over all ranks, ``D`` embedding size, ``C`` classes, ``c`` classes on this rank, ``K`` weight rows per class
 (sub-centers), ``n`` rows with their class on this rank.
@@ -42,7 +42,7 @@ class ShardedWeight:
         title: Name of the loss in messages.
         head: Knows the layout of the weight.
         full_shape: Shape of the weight over all ranks, in the loss's layout.
-        seed: Seed of the initial weight, if there is no instance to slice.
+        seed: Seed of the initial weight, if it is not sliced from an instance.
 
     Attributes:
         name: Name of the parameter.
@@ -162,7 +162,7 @@ class ShardedWeight:
             given: Saved weight.
             key: Its name, for the message.
             shape: Shape of this rank's parameter.
-            held: First class, last class and number of classes in the state dict's metadata. None: it has none.
+            held: First class, last class and number of classes in the state dict's metadata, or None.
 
         Raises:
             InputError: for a weight of other classes or another width, or the part of another rank.
@@ -192,7 +192,7 @@ class ShardedWeight:
     def fingerprint(self, parameter: Tensor, *, at_once: bool = False) -> bytes:
         """Return a fingerprint of this rank's first class. It is empty for a row without evidence.
 
-        On an accelerator it is that of the call before, from the second call on, so that the host does not wait, unless ``at_once``.
+        On an accelerator, from the second call on, it is the previous call's value, so that the host does not wait, unless ``at_once``.
         """
         if not self.shard.classes or self.world_size == 1:
             return b""
@@ -310,9 +310,9 @@ class LocalClasses(NamedTuple):
         number: Number of classes looked at.
         chunk: Number of classes with logits alive at a time.
         per_class: K.
-        sampled: (c',) the classes looked at, as positions among this rank's, ascending. None: all of them.
-        log_weight: (c',) added to each class's logit in the sum, 0 for a target. None: no term.
-        has_all: True if no other rank has classes: every row's is here.
+        sampled: (c',) the classes in use, as positions among this rank's, ascending. None means all of them.
+        log_weight: (c',) added to each class's logit in the sum, 0 for a target. None means 0.
+        has_all: True if this rank has all classes, and so the class of every row.
     """
 
     labels: Tensor
@@ -336,14 +336,14 @@ class LocalClasses(NamedTuple):
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
     def local_targets(self, *, listed: bool) -> LocalTargets:
-        """Find the rows with their class on this rank. ``listed``: list them, so that the other rows are not computed."""
+        """Find the rows with their class on this rank. If ``listed``, list them, so that only these rows are computed."""
         if self.has_all:
             return LocalTargets(self, Targets(None, self.labels.unsqueeze(1)), None)
         # targets of other ranks are moved by the clamp
         columns = self.labels.clamp(0, max(self.number - 1, 0))
         is_inside = columns == self.labels
         rows = None
-        # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
+        # a rank without classes (7 over 4 ranks) does not have a column to use for masked rows
         if not self.number:
             rows = torch.empty(0, dtype=torch.int64, device=self.labels.device)
         elif listed or not waits_to_list(self.labels):
@@ -355,8 +355,8 @@ class Targets(NamedTuple):
     """The targets among some classes. Each row of their logits has one entry or none.
 
     Attributes:
-        is_inside: (G,), whether a row's target is among them. None: every row's is.
-        columns: (G, 1), its column. Rows without a target have any.
+        is_inside: (G,), whether a row's target is among them. None means every row's.
+        columns: (G, 1), its column. For rows without a target it is arbitrary.
     """
 
     is_inside: Tensor | None
@@ -367,7 +367,7 @@ class Targets(NamedTuple):
         return logits.gather(1, self.columns).squeeze(1)
 
     def entries_or(self, other: Tensor, logits: Tensor) -> Tensor:
-        """Return each row's entry where its target is here, else the other value, (G,)."""
+        """Return each row's entry if its target is on this rank, otherwise the other value, (G,)."""
         entries = self.entries(logits)
         return entries if self.is_inside is None else torch.where(self.is_inside, entries, other)
 
@@ -405,8 +405,8 @@ class LocalTargets:
 
     Attributes:
         classes: Among which.
-        targets: Places of the rows' targets among all of them.
-        listed: (n,), their places. None: all G rows are computed, and those of other ranks count 0.
+        targets: Places of the targets of all rows.
+        listed: (n,), places of these rows. If None, all G rows are computed, and rows of other ranks are multiplied by 0.
     """
 
     classes: LocalClasses
@@ -415,7 +415,7 @@ class LocalTargets:
 
     @property
     def are_none(self) -> bool:
-        """Whether there are none, as far as the host knows."""
+        """Whether the list is empty. False if the host would have to wait for its length."""
         return self.listed is not None and not len(self.listed)
 
     @property
@@ -430,11 +430,11 @@ class LocalTargets:
         return self.targets.is_inside.sum()
 
     def in_chunk(self, start: int, stop: int) -> Targets:
-        """Return the targets that lie in a chunk."""
+        """Return the targets in a chunk of the classes."""
         if stop - start == self.classes.number:
             return self.targets
         is_inside, columns = self._places
-        if stop - start < self.classes.chunk:  # the last chunk, where those of others may lie beyond
+        if stop - start < self.classes.chunk:  # the last chunk is shorter, and columns of other ranks may exceed it
             columns = columns.clamp_max(stop - start - 1)
         return Targets(is_inside[start // self.classes.chunk], columns)
 
@@ -461,7 +461,7 @@ class LocalTargets:
         return values if self.listed is None else values[self.listed]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return (G, ...) values, these rows' and 0 for the others."""
+        """Return (G, ...) values, with 0 for rows that are not listed."""
         if self.listed is None:
             return self.silence(values)
         whole = values.new_zeros(len(self.targets.columns), *values.shape[1:])
@@ -474,7 +474,7 @@ class LocalTargets:
         return whole.index_add_(0, self.listed, values)
 
     def silence(self, values: Tensor) -> Tensor:
-        """Return these rows' values, 0 for those of other ranks."""
+        """Return these rows' values, with 0 for rows of other ranks."""
         is_inside = self.targets.is_inside
         if self.listed is not None or is_inside is None:
             return values
@@ -482,5 +482,5 @@ class LocalTargets:
 
 
 def waits_to_list(labels: Tensor) -> bool:
-    """Return whether the host would wait to learn how many rows there are."""
+    """Return whether the host would have to wait for the number of rows."""
     return labels.device.type != "cpu"

@@ -2,7 +2,7 @@
 
 A miner's are counted over the rows of all ranks, refused if they are malformed, or taken as weights of rows.
 
-Legend: ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves if there are no others), ``n`` tuples. ``bounds``
+Legend: ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves by default), ``n`` tuples. ``bounds``
 are the first anchor and one past the last.
 """
 
@@ -35,10 +35,10 @@ def anchor_tuples(
         labels: (G,) labels of all anchors.
         ref_labels: (G',) labels of all references.
         bounds: First anchor, one past the last anchor.
-        mined: Global tuples from a miner. None: all pairs or triplets.
-        triplets: Make triplets, not pairs, if there are no mined tuples.
+        mined: Global tuples from a miner. If None, all pairs or triplets.
+        triplets: Make triplets, not pairs, if ``mined`` is None.
         same: Anchors and references are the same rows, so a row is not its own partner.
-        positives: (n,), number of positives of each of these anchors, on the host, so that it does not wait. None: not known.
+        positives: (n,), number of positives of each of these anchors, on the host, which then does not wait. May be None.
 
     Returns:
         (anchor, positive, negative), or (anchor, positive, anchor, negative), anchors counted from ``bounds[0]``.
@@ -71,7 +71,7 @@ def are_ordinary(
     Each rank computes this from values that all ranks hold, so all decide the same.
 
     Args:
-        matching: From ``same_label_counts``. None: not wanted, since there are tuples.
+        matching: From ``same_label_counts``. None if tuples are given.
         references: G'.
         bounds_by_rank: Each rank's anchors.
         mined: Global tuples from a miner.
@@ -94,7 +94,7 @@ def enough_pairs(positives: Tensor, negatives: Tensor, *, mined: bool = False) -
     Args:
         positives: (n,) of each anchor.
         negatives: (n,) of each anchor.
-        mined: The tuples come from a miner. PML then does not ask for an anchor that has both.
+        mined: The tuples are from a miner. PML then does not require an anchor with both.
     """
     if int(positives.sum()) < 2 or int(negatives.sum()) < 2:
         return False
@@ -131,8 +131,8 @@ def _triplets(
 ) -> Indices:
     """Join each positive of an anchor with each of its negatives.
 
-    The order is that of ``torch.where`` on the (B, G, G) cube, without the cube. Counts are of the rows, on the host, where they are
-    known.
+    The order equals ``torch.where`` on the (B, G, G) cube, without the cube. Counts of the rows are on the host if they are known
+    on the host.
     """
     number: int | None = None
     negatives_per_row = differ.sum(1)
@@ -145,7 +145,7 @@ def _triplets(
         number = int((positive_counts * negative_counts).sum())
     # each positive is repeated once for each negative of its anchor
     times = negatives_per_row[anchors]
-    # where a positive's triplets begin, and where its anchor's negatives do
+    # the first triplet of each positive, and the first negative of its anchor
     owners = torch.arange(len(times), device=times.device).repeat_interleave(times, output_size=number)
     first_of_positive = (times.cumsum(0) - times)[owners]
     first_of_anchor = (negatives_per_row.cumsum(0) - negatives_per_row)[anchors][owners]
@@ -240,7 +240,7 @@ class GlobalTuples(tuple[Tensor, ...]):
         Args:
             title: Name of the call in messages.
             rows: Rows that the loss gets, over its ranks.
-            references: References that the loss gets, over its ranks. None: it has its own.
+            references: References that the loss gets, over its ranks. None if it has its own.
 
         Raises:
             InputError: naming both numbers of rows.
@@ -286,11 +286,11 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
     Args:
         indices_tuple: Triplets (anchor, positive, negative), or pairs (anchor, positive, anchor, negative).
         rows: Number of rows that the indices count.
-        only_anchors: Count anchors alone.
+        only_anchors: Count only anchors.
         title: Name of the call in messages.
 
     Raises:
-        InputError: for an index of a row that is not there, or another number of index tensors.
+        InputError: for an index beyond the rows, or another number of index tensors.
     """
     if len(indices_tuple) not in (3, 4):
         raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
