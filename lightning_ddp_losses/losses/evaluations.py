@@ -43,7 +43,7 @@ from lightning_ddp_losses.losses.tuples import anchor_tuples, enough_pairs
 def by_elements(
     loss: Any, rules: LossPlan, exchange: SumExchange, rows: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Return the global loss that is a sum over samples, from this rank's rows alone. PML's losses have no positional arguments."""
+    """Return the global loss that is a sum over samples, from this rank's rows only. PML's losses do not have positional arguments."""
     # sums and divisors of this rank's elements
     number_of_rows = rows.shape[0]
     if rules.is_pml:
@@ -56,11 +56,11 @@ def by_elements(
     else:
         partials = [element_losses.torch_partial_sum(loss, rows, args, kwargs)]
         empty = math.nan  # torch's mean over nothing
-    # the global loss, from those of all ranks
+    # the global loss, from the sums of all ranks
     sums = _gather_sums(loss, rules, exchange, partials, rows)
     source = loss, exchange.agreement.operation
     value = partial_sums.global_loss(sums, empty=empty, window_source=source, group=exchange.group)
-    # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
+    # a rank without rows may pass a plain ``torch.zeros(0, D)``, and still takes part in backward
     if number_of_rows == 0:
         value = autograd_graph.match_requires_grad(value, wanted=True)
     return value
@@ -83,7 +83,7 @@ def by_rows(loss: Any, rules: LossPlan, exchange: SumExchange, call: PMLCall, ch
         rules: Rules for all calls of the loss.
         exchange: Exchange of sums between the ranks.
         call: Its arguments over all ranks.
-        chunk_bytes: The most that a chunk of anchors may take, roughly. None: a default.
+        chunk_bytes: The most that a chunk of anchors may take, roughly. If None, a default.
     """
     # sums and divisors of this rank's anchors
     chunks = RowChunks(loss, call, chunks_of(loss, call, chunk_bytes))
@@ -116,7 +116,7 @@ def replicated(
     Args:
         loss: The loss.
         call: Its arguments over all ranks.
-        draws: True if it may draw random numbers: those of rank 0. To save and restore generators takes as long as a small loss.
+        draws: True if it may draw random numbers, from rank 0's seed. To save and restore generators takes as long as a small loss.
         writes_distances: True if it writes into its distances, which backward needs.
     """
     drawing = same_draws(call.seed, call.batches) if draws else contextlib.nullcontext()
@@ -159,7 +159,7 @@ def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[s
     Args:
         loss: The loss that runs on the chunks.
         call: Its arguments.
-        chunk_bytes: The most that a chunk may take, roughly. None: a default.
+        chunk_bytes: The most that a chunk may take, roughly. If None, a default.
     """
     positives, negatives = call.local_pair_counts()
     mined = "indices_tuple" in call.arguments
@@ -167,7 +167,7 @@ def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[s
     rows, start = len(positives), 0
     chunks = []
     while start < rows:
-        # as many rows as fit, and more until they are ordinary input
+        # as many rows as fit, and more until they are valid input for the loss
         stop = min(start + size, rows)
         while stop < rows and not enough_pairs(positives[start:stop], negatives[start:stop], mined=mined):
             stop = min(stop + size, rows)
@@ -286,7 +286,7 @@ class RowChunks:
         return total
 
     def _partials(self, chunk: slice | None, anchors: Tensor, references: Tensor) -> list[PartialSum]:
-        """Return the partial sums of one chunk's anchors. None: of all."""
+        """Return the partial sums of one chunk's anchors, or of all anchors (None)."""
         call, labels = self._call, self._call.local_labels
         if labels is not None and chunk is not None:
             labels = labels[chunk]

@@ -1,4 +1,4 @@
-"""The softmax cross entropy over classes that lie on different ranks, in chunks of classes none of which outlives its turn. Their logits.
+"""The softmax cross entropy over classes that are divided over ranks, in chunks of classes that are freed after use, and their logits.
 
 Forward: each rank's maximum and sum of exponentials per row over its own classes, chunk by chunk, and the target's logit from
 the rank that has its class. One gather of these three makes every row's loss known on every rank. Backward: the chunks again, now with
@@ -52,9 +52,9 @@ class RowLosses(NamedTuple):
 
     Attributes:
         losses: (G,) ``logsumexp_j z_ij - z_iy``. Not a number if no rank has the row's class.
-        penalty: 0-dim, the regulariser's terms, summed. With gradient, as the losses. None: there is no regulariser.
-        penalty_divisor: 0-dim, the number of these terms. None: there is no regulariser.
-        angle_sum: 0-dim, the sum of the targets' angles. None: the loss does not collect statistics.
+        penalty: 0-dim, the sum of the regulariser's terms, with gradient. None without a regulariser.
+        penalty_divisor: 0-dim, the number of these terms. None without a regulariser.
+        angle_sum: 0-dim, the sum of the targets' angles. None if the loss does not collect statistics.
     """
 
     losses: Tensor
@@ -68,12 +68,12 @@ class ShardedSoftmax(NamedTuple):
 
     Attributes:
         head: Computes logits.
-        classes: Which of this rank's classes are looked at.
-        penalty: Returns a block of weight rows' summed regulariser terms and their number. None: no regulariser.
+        classes: Which of this rank's classes are in use.
+        penalty: Returns a block of weight rows' summed regulariser terms and their number. None without a regulariser.
         group: Process group over which the classes are sharded.
-        replica_group: Ranks that have the same classes in other parts of the world. None: there are none.
-        embeddings: G rows as they are multiplied in bf16. None: they are multiplied in float32, as ``Head.prepare`` gives them.
-        compiler: Compiles the functions of chunks. None: they are not compiled.
+        replica_group: Ranks that have the same classes in other parts of the world. None without such ranks.
+        embeddings: G rows for products in bf16. If None, the rows from ``Head.prepare`` are multiplied in float32.
+        compiler: Compiles the functions of chunks. If None, they are not compiled.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
 
@@ -169,15 +169,15 @@ class _Cosines:
         call: The call.
         rows: (G, D) as ``Head.prepare`` gives them.
         weight: (c * K, D).
-        kept: Weight rows in the form of products, and their lengths, from forward. None: they are made.
+        kept: Weight rows in the form of products, and their lengths, from forward. If None, they are computed.
 
     Attributes:
         weight: (c * K, D), weight rows that chunks are made from.
         lengths: (c * K,), their lengths.
         left: The rows in the form of products.
         scale: Factor of the products.
-        row_factors: Factors of the rows. None: 1.
-        scaled_row_factors: The same times the scale. None: products of float32 are scaled already.
+        row_factors: Factors of the rows. None means 1.
+        scaled_row_factors: The same times the scale. None for products in float32, which are already scaled.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ class Chunk(NamedTuple):
     """How products become logits.
 
     Attributes:
-        of_rows: (G,), factors of the rows. None: 1.
-        of_columns: (C,), factors of the classes. None: 1.
+        of_rows: (G,), factors of the rows. None means 1.
+        of_columns: (C,), factors of the classes. None means 1.
         targets: Places of the targets.
-        log_weight: (C,), added to the logits. None: nothing is.
+        log_weight: (C,), added to the logits, or None.
     """
 
     of_rows: Tensor | None
@@ -239,7 +239,7 @@ def class_stats(products: Tensor, chunk: Chunk, target: Tensor, has_margin: bool
         products: (G, C). Overwritten.
         chunk: What makes them logits.
         target: (G,), the logits of targets so far.
-        has_margin: True if these are known, margin included. False: those of this chunk are found here.
+        has_margin: True if these are complete, margin included. If False, this chunk's are computed by this call.
         keep: True if the logits are needed again.
     """
     logits = chunk.logits(products)
@@ -278,7 +278,7 @@ class _SoftmaxFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         head, classes = call.head, call.classes
         targets = classes.local_targets(listed=head.collects_angles)
-        # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
+        # 1. the target's logit if its class is on this rank, otherwise 0: a sum over ranks completes it
         ctx.slope = None
         if head.has_margin:
             target, ctx.slope = call.target_logits(rows, weight, targets, with_slope=has_backward)
@@ -344,7 +344,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         # 1. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
         if ctx.slope is not None:
-            # a second backward may ask again
+            # a second backward may need them again
             cosines, margins = ctx.slope
             own_share = targets.of(torch.expm1(-losses))
             at_targets = targets.spread(torch.autograd.grad(margins, cosines, own_share, retain_graph=True)[0])
@@ -364,7 +364,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             step.add_products_(_Cosines(call, rows, weight, ctx.cosines), kept)
         else:
             step.add_chunks_()
-        # 4. through the targets' logits, where their margin has not gone the way of the others
+        # 4. through the targets' logits, if their margin was not part of step 3
         if grad_target is not None:
             step.add_targets_(grad_target)
         # 5. replicas saw other rows
@@ -372,7 +372,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             raw_collectives.start_mean(grad_weight, group=call.replica_group)()  # in its memory
         if call.on_backward is not None and classes.sampled is not None:
             call.on_backward(classes.sampled, grad_weight)
-        # 6. DDP takes the mean over ranks of what goes on to the encoder
+        # 6. DDP takes the mean over ranks of the encoder's gradient
         rows_grad = for_mean_over_ranks(grad_rows, call.group) if wants_rows else None
         return None, None, rows_grad, grad_weight if wants_weight else None
 
@@ -386,10 +386,10 @@ class _Backward(NamedTuple):
         weight: (c * K, D).
         targets: The rows with a class on this rank.
         minus_lse: (G, 1), less each row's log-sum-exp over the classes of all ranks.
-        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. 0: it takes a separate way. None: they
-            have no margin.
+        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. 0 if it is computed separately, None
+            without a margin.
         grad: (G,), of the losses.
-        grad_penalty: 0-dim, of the regulariser's terms. None: there is no regulariser.
+        grad_penalty: 0-dim, of the regulariser's terms. None without a regulariser.
         grad_rows: (G, D), the result.
         grad_weight: (c * K, D), the result.
     """
@@ -411,7 +411,7 @@ class _Backward(NamedTuple):
         for start, stop, block in classes.chunks(self.weight):
 
             def grad_of(logits: Tensor, start: int = start, stop: int = stop) -> Tensor:
-                # in the logits' memory, which is free: no step of a head keeps its result for backward
+                # reuse the logits' memory: the steps of a head do not save their results for backward
                 chunk = self.call.chunk(self.targets, start, stop)
                 chunk.targets.add_(logits, self.call.head.target_offset)
                 return class_terms(logits, chunk, self.minus_lse, self.at_targets, (self.grad, None), False)[0]
@@ -421,17 +421,17 @@ class _Backward(NamedTuple):
             self._put_block_(classes.weight_rows(start, stop), found_block)
 
     def add_products_(self, cosines: _Cosines, kept: Tensor | None) -> None:
-        """Add the same for cosines, by hand: half the passes over memory. The gradient of the rows is overwritten.
+        """Add the same for cosines, with explicit formulas: half the passes over memory. The gradient of the rows is overwritten.
 
         Args:
             cosines: Computes the logits.
-            kept: Logits of the only chunk, from forward. Overwritten. None: they are computed again.
+            kept: Logits of the only chunk, from forward. Overwritten. If None, they are recomputed.
         """
         call, factors, is_bf16, left = self.call, self.grad, cosines.is_bf16, cosines.left
         classes = call.classes
         if cosines.row_factors is not None:
             factors = factors * cosines.row_factors
-        # the gradient of the losses is a factor of float32 rows. Rows of bf16 stay as they are, it is one of their products
+        # the gradient of the losses is a factor of float32 rows. Rows of bf16 are unchanged: it is a factor of their products
         weighted = left.rows if is_bf16 else left.rows * factors.unsqueeze(1)
         for start, stop, block in classes.chunks(cosines.weight):
             # logits and softmax of the chunk
@@ -468,7 +468,7 @@ class _Backward(NamedTuple):
         self.grad_weight.index_add_(0, index, targets.silence(found_weight).reshape(-1, self.rows.shape[1]))
 
     def _put_block_(self, place: Any, grad_block: Tensor) -> None:
-        """Write the gradient of a block of weight rows, that of the regulariser added."""
+        """Write the gradient of a block of weight rows, with the regulariser's gradient added."""
         if self.call.penalty is not None:
             leaf = self.weight[place].detach().requires_grad_()
             with own_graph():

@@ -1,6 +1,6 @@
 """What a value of a loss is as a function of the rows: the kinds that the trace of a loss computes with.
 
-Rows are numbered i = 1 ... n. ``f`` and ``g`` stand for any function of one row, the same for each row and for each n.
+Rows are numbered i = 1 ... n. ``f`` and ``g`` denote any function of one row, the same for each row and for each n.
 
 | kind | value |
 |---|---|
@@ -8,7 +8,7 @@ Rows are numbered i = 1 ... n. ``f`` and ``g`` stand for any function of one row
 | ``Count`` | a constant times n ** degree |
 | ``Rows`` | row i depends on row i only: n ** degree * f(row i) |
 | ``Sum`` | n ** degree * (sum of f(row i) over i), plus a constant if degree is -1 |
-| ``Broken`` | anything else |
+| ``Broken`` | any other value |
 
 A ``Sum`` of degree -1 is a mean over rows. It is the only kind whose mean over ranks with equally many rows is its value on all rows, for
 each number of ranks, and so is its gradient. A divisor that is a sum over rows without a gradient (the number of targets) counts as n,
@@ -30,7 +30,7 @@ class Scale:
 
     Attributes:
         degree: Power of the number of rows.
-        counts: Sums over the rows of one rank that stand for a number of rows.
+        counts: Sums over the rows of one rank that are used as a number of rows.
     """
 
     degree: float = 0
@@ -38,7 +38,7 @@ class Scale:
 
     @property
     def is_one(self) -> bool:
-        """Whether the value has no factor."""
+        """Whether the factor is 1."""
         return self.degree == 0 and not self.counts
 
     def times(self, other: Scale) -> Scale:
@@ -71,7 +71,7 @@ class Rows:
         outer: Number of values of a.
         inner: Number of values of b.
         scale: Factor of all rows.
-        selected: Mask that has selected some of the rows, by identity. None: all rows are there.
+        selected: Mask that has selected some of the rows, by identity. None if all rows are present.
         is_same: All rows are equal, and depend on none.
         is_position: Row i is the number i.
         is_integral: The values are integers.
@@ -208,7 +208,7 @@ def quotient(left: Kind, right: Kind, blame: Blame) -> Kind:
 
 
 def as_count(total: Sum, blame: Blame) -> Kind:
-    """Return a sum over rows as a number of rows, if it may stand for one."""
+    """Return a sum over rows as a number of rows, if it may be one."""
     if total.has_grad or not (total.is_integral or total.is_data):
         return Broken((*total.blame(), blame("a sum over the rows of one rank is a factor or a divisor")))
     if total.has_constant:

@@ -1,7 +1,7 @@
-"""The trace of a loss: its operators as they run on an example, each with the kind of its result.
+"""The trace of a loss: its operators in the order of a run on an example, each with the kind of its result.
 
-Two of torch's modes see a run. A mode of functions sees what Python calls: sizes become numbers with a kind (`followed_numbers`), and a
-value that Python reads is noted. A mode of operators sees what those calls consist of, and applies the rules (`rules`).
+Two of torch's modes intercept a run. A function mode intercepts calls from Python: sizes become numbers with a kind (`followed_numbers`),
+and values that Python reads are recorded. A dispatch mode intercepts the operators of these calls, and applies the rules (`rules`).
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _values_in(nest: Any) -> Iterator[Any]:
 
 
 def _without_numbers(nest: Any, trace: Trace, *, as_tensors: bool) -> Any:
-    """Return arguments with followed numbers as tensors, whose kinds operators see, or as plain numbers."""
+    """Return arguments with followed numbers as tensors, so that operators get their kinds, or as plain numbers."""
     if isinstance(nest, dict):
         return {name: _without_numbers(value, trace, as_tensors=as_tensors) for name, value in nest.items()}
     if type(nest) in (tuple, list, torch.Size):
@@ -241,7 +241,7 @@ def _followed_result(trace: Trace, name: str, result: Any, first: Tensor, given:
 
 
 def _is_harmless(name: str, result: Any) -> bool:
-    """Return whether a result holds no number that depends on rows."""
+    """Return whether a result cannot contain numbers that depend on rows."""
     is_plain = result is None or isinstance(result, (bool, str, torch.dtype, torch.device, torch.layout))
     return is_plain or name in _PLAIN_READS or name.startswith("__get__grad") or name == "__setitem__"
 

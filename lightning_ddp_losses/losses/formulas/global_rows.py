@@ -1,6 +1,6 @@
 """`global_rows`: a formula of one's own over the rows of all ranks, without a module, from rows that stay on their rank.
 
-The formula is written for one process. It is called on tensors whose shape is that of the rows of all ranks (``GlobalRows``): operators
+The formula is written for one process. It is called on tensors with the shape of the rows of all ranks (``GlobalRows``): operators
 that compute row by row stay on the rank, sums over rows are added over the ranks, and rows against rows take gathered rows. An operator
 without such a rule gathers, which is exact and dearer. What cannot be exact is an error on every rank.
 
@@ -51,7 +51,7 @@ def global_rows(
             each rank, row i and row B + i are not the views of a sample.
         batch_dims: Dimension that counts samples, by argument position or name (default 0). None marks a tensor that is no batch: it
             must be equal on all ranks.
-        name: Name in messages, equal on all ranks. None: the name of the formula.
+        name: Name in messages, equal on all ranks. If None, the name of the formula.
         group: Process group. None is the world.
         kwargs: Arguments of the formula by name.
 
@@ -59,7 +59,7 @@ def global_rows(
         What the formula returns: tensors without rows, equal on every rank.
 
     Gradient:
-        After DDP's mean over ranks that of one process, for the model and for parameters that the formula uses, if all ranks multiply
+        After DDP's mean over ranks the gradient is one process's, for the model and for parameters of the formula, if all ranks multiply
         the value by the same factor. Second derivatives inside the formula (``torch.autograd.grad(..., create_graph=True)``) are exact,
         not those that are taken outside of it.
 
@@ -75,7 +75,7 @@ def global_rows(
             that would be lost. ``item``, ``tolist``, ``numpy`` and ``bool`` read the rows of all ranks.
         ConfigurationError: on every rank, for a custom ``autograd.Function`` on rows, and for compiled code.
         RankMismatchError: on every rank, with both lines, where ranks take different branches, and for a tensor or number from outside
-            that differs between ranks and meets rows. (One that meets only sums is found in the operators on them, or in the value.)
+            that differs between ranks and is combined with rows. (If it is combined with sums only, their operators or the value differ.)
 
     Example:
         >>> import torch
@@ -139,7 +139,7 @@ def open_rows(
 
 
 def run_on_rows(formula: Callable[..., Any], opened: OpenedRows) -> Any:
-    """Return the value of a formula over the rows of all ranks. Random numbers in it are those of rank 0's seed, on all ranks."""
+    """Return the value of a formula over the rows of all ranks. Random numbers in it are drawn from rank 0's seed on all ranks."""
     with contextlib.ExitStack() as stack:
         # inference mode does not count writes: copies of rows that are written to would not be noticed
         if torch.is_inference_mode_enabled():
