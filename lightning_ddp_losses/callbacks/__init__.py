@@ -30,6 +30,7 @@ To add a check:
    ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Its options are fields of a ``dataclass(kw_only=True, eq=False)``. Observe in
    ``start``, ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap.
    ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
+   What several checks need (the reader of batches) is in ``shares``.
 2. ``facts``: what it reads, at which stage, and the rule over it. ``read`` returns this rank's numbers by name. Do not wait for numbers of
    a device: return a function that reads a ``HostNumbers`` when they travel. Numbers share a handshake, which grows with them, so keep
    yours few. The rule goes into ``facts/rules.py``. It gets the columns of all ranks by the same names, and returns findings. It decides

@@ -101,6 +101,8 @@ class BatchCheck(RankCheck, default=True):
     """
 
     needs_peers = False
+    shares = (("_batches", BatchReader),)
+    _batches: BatchReader
     faults = (
         *("F28", "F29", "F31", "F33", "F36", "F54", "F62"),
         *("F67", "F68", "F69", "F70", "F71", "F72", "F83", "F84", "F85"),
@@ -116,6 +118,7 @@ class BatchCheck(RankCheck, default=True):
         self._sampler_epochs: dict[int, dict[str, int]] = {}
         self._steps_without_pairs: dict[str, int] = {}
         self._order = 0
+        self._loaders_of, self._is_iterable = -1, False  # epoch whose loaders were asked, and their answer
         self._resumed_at = 0, 0  # batch and epoch
         self._began_again = False
         # all ranks' data
@@ -176,10 +179,6 @@ class BatchCheck(RankCheck, default=True):
             self._began_again = read.first[saved.epoch] == saved.first != saved.latest
             read.first[saved.epoch] = saved.first
 
-    @property
-    def _batches(self) -> BatchReader:
-        return self.runner.shared(BatchReader)
-
     # ------------------------------------------------------------------ facts
 
     def _read_start(self) -> Numbers:
@@ -216,14 +215,20 @@ class BatchCheck(RankCheck, default=True):
         the number of the order that ranks divide, 0 if it is not known, and ``random_state`` a hash of torch's state in the first steps.
         """
         trainer = self.runner.trainer
-        loaders = batch_reader.data_loaders(trainer)
-        # samplers are asked once per epoch
+        # loaders and samplers are asked once per epoch
         batch_idx = trainer.fit_loop.batch_idx
         if batch_idx == 0:
+            loaders = batch_reader.data_loaders(trainer)
             self._order = batch_reader.drawn_order(loaders[0]) if loaders else 0
             self._find_stale_samplers(trainer, loaders)
-        self._find_replayed_order(trainer)
-        self._find_missing_pairs()
+        if self._loaders_of != trainer.current_epoch:
+            self._loaders_of = trainer.current_epoch
+            loaders = batch_reader.data_loaders(trainer)
+            self._is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
+        if self._late_epochs:
+            self._find_replayed_order(trainer)
+        if self._has_no_pairs:
+            self._find_missing_pairs()
         random_state = 0
         if self.runner.step < _RANDOM_STEPS:
             random_state = hash_text(repr(torch.get_rng_state().tolist()))
@@ -240,7 +245,7 @@ class BatchCheck(RankCheck, default=True):
             "rows": read.samples,
             "content": read.content,
             "distinct": read.distinct,
-            "is_iterable": any(batch_reader.is_iterable(loader) for loader in loaders),
+            "is_iterable": self._is_iterable,
             "read_step": read.read_step,
             "order": self._order,
             "random_state": random_state,
@@ -296,7 +301,11 @@ class BatchCheck(RankCheck, default=True):
     facts = (
         Fact("losses on rows of one rank", CheckStage.TRAIN_START, _read_start),
         Fact("sizes and labels", CheckStage.EPOCH_START, _read_epoch, compare_sizes, _see_labels),
-        Fact("batch", CheckStage.BEFORE_BACKWARD, _read_batch, compare_batches, _see_batch),
+        Fact(
+            *("batch", CheckStage.BEFORE_BACKWARD, _read_batch, compare_batches, _see_batch),
+            equal=("is_last", "order"),
+            zero=("is_same", "began_again", "random_state"),
+        ),
         Fact("rows of validation", CheckStage.VALIDATION_START, _read_validation),
         Fact("epoch of a checkpoint", CheckStage.SAVE, _read_saved),
         Fact("epoch of a checkpoint", CheckStage.LOAD, _read_loaded),

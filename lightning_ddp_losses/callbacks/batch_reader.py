@@ -138,12 +138,6 @@ class BatchReader:
             return None
         return EpochRecord(self._epoch, self.first[self._epoch], self._latest)
 
-    def batch_end(self) -> None:
-        """Ignored: batches are counted as they come."""
-
-    def close(self) -> None:
-        """Ignored: there are no hooks."""
-
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
     """Return the number of samples in a batch of tensors with different numbers of rows. 0 if it cannot be known.

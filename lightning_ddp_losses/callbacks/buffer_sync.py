@@ -6,7 +6,7 @@ Three sections read modules, each for one kind of state: buffers, statistics of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ _MASK = (1 << 62) - 1
 MAX_CHANNELS = 48  # compared channels of all layers together
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
+_EQUAL = ("number", "values")  # on all ranks, of buffers
 
 
 # ---------------------------------------------------------------------- buffers
@@ -235,6 +236,8 @@ class BufferSyncCheck(RankCheck, default=True):
     """
 
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
+    shares = (("_batches", BatchReader),)
+    _batches: BatchReader = field(init=False)
 
     tolerance: float = 0.1
 
@@ -280,7 +283,7 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read rows and labels, for the advice."""
-        self.runner.shared(BatchReader).see(batch, batch_idx)
+        self._batches.see(batch, batch_idx)
 
     # ------------------------------------------------------------------ facts
 
@@ -304,10 +307,13 @@ class BufferSyncCheck(RankCheck, default=True):
         values = [] if before_second is None else before_second.read()
         return {"forwards": forwards, "buffers": hash_text(repr(values)) if values else 0, "step": step}
 
-    def _read_buffers(self) -> Callable[[], Numbers]:
+    def _read_buffers(self) -> Numbers | Callable[[], Numbers]:
         """Start to read the compared buffers. Return a function that returns their number, and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = compared_slots(self.runner.module)
+        if not self._slots:
+            self._buffers, self._judged = {}, {}
+            return _NO_BUFFERS
         self._buffers, sent = _send(self._slots)
 
         def read() -> Numbers:
@@ -343,7 +349,7 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def _read_norms(self) -> Numbers:
         """Return the rows per batch, the labels of the epoch by bucket, statistics of some channels, and what the advice needs."""
-        read = self.runner.shared(BatchReader)
+        read = self._batches
         means, variances = norm_statistics(plain_norms(self.runner.module))
         rates = [group["lr"] for optimizer in self.runner.trainer.optimizers for group in optimizer.param_groups]
         return {
@@ -357,11 +363,11 @@ class BufferSyncCheck(RankCheck, default=True):
 
     facts = (
         Fact("kinds of batch norm", CheckStage.TRAIN_START, _read_start),
-        Fact("forwards", CheckStage.BEFORE_BACKWARD, _read_forwards, compare_forwards),
-        Fact("buffers", CheckStage.AFTER_STEP, _read_buffers, compare_buffers),
-        Fact("own buffers", CheckStage.AFTER_STEP, _read_own_after_step, compare_own_buffers),
-        Fact("own buffers", CheckStage.VALIDATION_START, _read_own_buffers, compare_own_buffers),
-        Fact("own buffers", CheckStage.TRAIN_END, _read_own_buffers, compare_own_buffers),
+        Fact("forwards", CheckStage.BEFORE_BACKWARD, _read_forwards, compare_forwards, equal=("buffers",)),
+        Fact("buffers", CheckStage.AFTER_STEP, _read_buffers, compare_buffers, equal=_EQUAL),
+        Fact("own buffers", CheckStage.AFTER_STEP, _read_own_after_step, compare_own_buffers, equal=_EQUAL),
+        Fact("own buffers", CheckStage.VALIDATION_START, _read_own_buffers, compare_own_buffers, equal=_EQUAL),
+        Fact("own buffers", CheckStage.TRAIN_END, _read_own_buffers, compare_own_buffers, equal=_EQUAL),
         Fact("metric states", CheckStage.VALIDATION_EPOCH_END, _read_states, compare_metric_states),
         Fact("metric states", CheckStage.TRAIN_EPOCH_END, _read_states, compare_metric_states),
         Fact("batch norm", CheckStage.VALIDATION_START, _read_norms, compare_norms),
@@ -409,6 +415,9 @@ def _numbers_of(sent: Mapping[str, SentBuffer]) -> Numbers:
     """Return the number of buffers, and a hash of their names and fingerprints."""
     named = [(name, *buffer.read()) for name, buffer in sent.items()]
     return {"number": len(named), "values": hash_text(repr(named))}
+
+
+_NO_BUFFERS = _numbers_of({})
 
 
 def _name_buffers(fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:

@@ -6,6 +6,7 @@ Checks of users may measure and judge rows instead (``facts.user_rows``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -25,12 +26,14 @@ class Check:
         stages: Places where it measures and judges.
         faults: Ids of the faults that it covers.
         needs_peers: True if it is left out in a world of one.
+        shares: Pairs of an attribute and of what makes the object in it, which all checks share (``CheckRunner.shared``).
     """
 
     facts: ClassVar[tuple[Fact, ...]] = ()
     stages: ClassVar[tuple[CheckStage, ...]] = ()
     faults: ClassVar[tuple[str, ...]] = ()
     needs_peers: ClassVar[bool] = True
+    shares: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
     every_n_steps: int
     action: Any  # by severity
     _found: list[Finding]  # of this rank alone, since ``measure`` began
@@ -123,10 +126,14 @@ class Check:
 
     def join(self, runner: Any) -> None:
         """Join a run with a fresh state, or leave it."""
-        vars(self).pop("runner", None)
-        if runner is not None:
-            self.runner = runner
-            self._forget()
+        for name in ("runner", *dict(self.shares)):
+            vars(self).pop(name, None)
+        if runner is None:
+            return
+        self.runner = runner
+        for name, make in self.shares:
+            setattr(self, name, runner.shared(make))
+        self._forget()
 
     def _forget(self) -> None:
         """Reset the state of one fit. Called by the constructor and at the start of a fit."""

@@ -40,19 +40,21 @@ class CheckpointCheck(RankCheck, default=True):
 
     faults = ("F65", "F75", "F76")
     needs_peers = False
+    shares = (("_batches", BatchReader),)
+    _batches: BatchReader
 
     def _forget(self) -> None:
         self._made_by: dict[str, Any] | None = None
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the rows of the batch."""
-        self.runner.shared(BatchReader).see(batch, batch_idx)
+        self._batches.see(batch, batch_idx)
 
     def _description(self, trainer: Trainer) -> dict[str, Any]:
         """Return the numbers that describe this fit."""
         return {
             "world_size": process_groups.world_size(),
-            "rows_per_rank": self.runner.shared(BatchReader).samples,
+            "rows_per_rank": self._batches.samples,
             "accumulate": trainer.accumulate_grad_batches,
         }
 

@@ -50,7 +50,7 @@ class CommunicationMonitor(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the snapshot of DDP's state."""
-        self.runner.shared(DDPSnapshot)
+        self._snapshot = self.runner.shared(DDPSnapshot)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, with the first batch of a step that is due."""
@@ -62,15 +62,16 @@ class CommunicationMonitor(RankCheck, default=True):
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Stop recording after the step, and log it."""
-        watch = self._stop_watching()
-        if watch is None:
+        if self._watch is None:
             return
+        watch = self._watch
+        self._stop_watching()
         if watch.error is not None:
             raise watch.error
         ended = time.perf_counter()
         calls = watch.calls
         # no dispatch mode records collectives on autograd's threads: DDP's log has them
-        ddp = self.runner.shared(DDPSnapshot).ddp
+        ddp = self._snapshot.ddp
         if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
             calls += _ddp_calls(compat.ddp_logging_data(ddp), watch.began)
         self._calls += calls
@@ -83,11 +84,10 @@ class CommunicationMonitor(RankCheck, default=True):
         """Leave the dispatch mode."""
         self._stop_watching()
 
-    def _stop_watching(self) -> CollectiveWatch | None:
+    def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return watch
 
     def figures(self) -> dict[str, float]:
         """Return means over the recorded steps."""

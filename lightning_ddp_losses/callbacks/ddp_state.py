@@ -56,6 +56,7 @@ class DDPSnapshot:
     def __init__(self, runner: CheckRunner) -> None:
         self._runner = runner
         self._handle: Any = None
+        self._counted: DistributedDataParallel | None = None
         self.batch_end()
         ignored: Any = () if self.ddp is None else self.ddp.parameters_to_ignore
         # every parameter, and those among them that DDP has hooks on
@@ -78,9 +79,11 @@ class DDPSnapshot:
 
     def batch_end(self) -> None:
         """Reset the counters of a step. `DDPLossStrategy` wraps the model again when parameters were frozen."""
-        self.close()
-        if self.ddp is not None:
-            self._handle = self.ddp.register_forward_pre_hook(self._count_forward)
+        ddp = self.ddp
+        if ddp is not self._counted:
+            self.close()
+            self._counted = ddp
+            self._handle = None if ddp is None else ddp.register_forward_pre_hook(self._count_forward)
         self.forwards = 0
         self.gradients: dict[str, StartedGradients] = {}
 
@@ -165,15 +168,21 @@ class StepState:
 
     Args:
         runner: Runner of the fit, at the end of the step.
+        snapshot: State of DDP that all checks share.
         parameters: Parameters that must be equal on all ranks.
         compared: Slices with gradients to remember now, because later steps replace them.
     """
 
-    def __init__(self, runner: CheckRunner, parameters: Mapping[str, Tensor], compared: Sequence[TensorSlice]) -> None:
-        self._runner, self._parameters = runner, parameters
-        self._snapshot = snapshot = runner.shared(DDPSnapshot)
+    def __init__(
+        self,
+        runner: CheckRunner,
+        snapshot: DDPSnapshot,
+        parameters: Mapping[str, Tensor],
+        compared: Sequence[TensorSlice],
+    ) -> None:
+        self._runner, self._snapshot, self._parameters = runner, snapshot, parameters
         # values that the end of the batch resets
-        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, runner.batch.stepped
+        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.batch.backwards, runner.batch.stepped
         self._is_first = runner.steps == 0
         known = snapshot.gradients.get(OF_STEP, {})
         others = [each for each in compared if each.name not in known]

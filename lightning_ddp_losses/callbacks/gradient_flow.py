@@ -92,7 +92,7 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the snapshot of DDP's state."""
-        self.runner.shared(ddp_state.DDPSnapshot)
+        self._snapshot = self.runner.shared(ddp_state.DDPSnapshot)
 
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradient and derivative."""
@@ -129,8 +129,7 @@ class GradientFlowCheck(RankCheck, default=True):
         step, trainer = self.runner.step, self.runner.trainer
         if step % self.every_n_steps:
             return
-        parameters = self.runner.replicated_parameters()
-        self._slices.update(parameters)
+        parameters = all_parameters = self.runner.replicated_parameters()
         if len(trainer.optimizers) > len(optimizers):  # each steps its own parameters
             stepped = _stepped_by(optimizers)
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
@@ -138,36 +137,30 @@ class GradientFlowCheck(RankCheck, default=True):
             parameters = self._snapshot.reduced(parameters)
         looks_for_zeros = self.runner.steps in _ZERO_STEPS
         is_full = looks_for_zeros or step % self.full_every_n_steps == 0
-        turn = self._slices.turn(step // self.every_n_steps, is_full=is_full)
+        turn = self._slices.turn(all_parameters, step // self.every_n_steps, is_full=is_full)
         slices = [each for each in turn if each.name in parameters]
         started: ddp_state.StartedGradients
         if place == ddp_state.OF_STEP:
             self._gradients.add(slices, parameters, largest=looks_for_zeros)
-            self._see_parts(optimizers)
+            if self.runner.parameters.divided:
+                self._see_parts(optimizers)
             started = self._gradients.started
         else:
             started = ddp_state.start_gradients(slices, parameters)
         # the snapshot remembers them, to find the place of a difference later
-        if replicas.is_replicated(trainer):
+        if self.runner.parameters.is_replicated:
             self._snapshot.see_gradients(place, started)
 
     def _see_parts(self, optimizers: Sequence[Optimizer]) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
-        names = replicas.divided_parameters(self.runner.trainer)
-        if not names:
-            return
+        names = self.runner.parameters.divided
         stepped = _stepped_by(optimizers)
         parts: dict[str, Tensor] = {}
         for name, parameter in self.runner.module.named_parameters():
             if name in names and id(parameter) in stepped and parameter.grad is not None:
                 parts[name] = local_part(parameter.grad)
-        self._part_slices.update(parts)
-        for each in self._part_slices.turn(self.runner.step // self.every_n_steps):
+        for each in self._part_slices.turn(parts, self.runner.step // self.every_n_steps):
             self._gradients.add_part(each.name, each.of(parts[each.name]))
-
-    @property
-    def _snapshot(self) -> ddp_state.DDPSnapshot:
-        return self.runner.shared(ddp_state.DDPSnapshot)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
@@ -193,8 +186,10 @@ class GradientFlowCheck(RankCheck, default=True):
         waited_for = self._snapshot.expected_parameters() if gradients.absent else {}
         expected = sum(name in waited_for for name in gradients.absent)
         # all gradients that are compared have been read
-        gradients.state = ddp_state.StepState(self.runner, self.runner.replicated_parameters(), compared=[])
-        stepped, compares = self.runner.batch.stepped, replicas.is_replicated(self.runner.trainer)
+        gradients.state = ddp_state.StepState(
+            self.runner, self._snapshot, self.runner.replicated_parameters(), compared=[]
+        )
+        stepped, compares = self.runner.batch.stepped, self.runner.parameters.is_replicated
 
         def read() -> Numbers:
             self._judged = gradients  # for the explanation
@@ -204,15 +199,13 @@ class GradientFlowCheck(RankCheck, default=True):
                 "expected": expected,
                 "values": combine(gradients.values.read()) if compares else 0,
                 "not_finite": len(gradients.not_finite()),
-                "detached": len(self._detached_modules(gradients)),
+                "detached": 0 if gradients.zero_step is None else len(self._detached_modules(gradients)),
             }
 
         return read
 
     def _detached_modules(self, gradients: StepGradients) -> list[str]:
         """Return the modules with only zero gradients, at the first step and still at the fourth."""
-        if gradients.zero_step is None:
-            return []
         # children of the module with zero as the largest element
         sizes: dict[str, list[float]] = {}
         for name, size in gradients.sizes():
@@ -228,8 +221,12 @@ class GradientFlowCheck(RankCheck, default=True):
         return sorted(self._zero_modules)
 
     facts = (
-        Fact("unreached parameters", CheckStage.BEFORE_BACKWARD, _read_graph, compare_graphs),
-        Fact("gradients of a step", CheckStage.AFTER_STEP, _read_step, compare_gradients),
+        Fact("unreached parameters", CheckStage.BEFORE_BACKWARD, _read_graph, compare_graphs, equal=("missing",)),
+        Fact(
+            *("gradients of a step", CheckStage.AFTER_STEP, _read_step, compare_gradients),
+            equal=("stepped", "absent", "values"),
+            zero=("expected", "not_finite", "detached"),
+        ),
     )
 
     # ------------------------------------------------------------------ explain

@@ -12,15 +12,13 @@ import json
 import logging
 from collections.abc import Sequence
 
-from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange
+from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange, StageFacts
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.handshake import note_on
 from lightning_ddp_losses.distributed.store_exchange import StoreExchange
 from lightning_ddp_losses.errors import DDPLossError
 
-_STAGE = CheckStage.AFTER_STEP  # rows of other stages do not wait
 _log = logging.getLogger(__name__)
 
 
@@ -28,19 +26,19 @@ class LastRows:
     """Judges the rows that wait at the time of an error. Every rank that has an error makes one.
 
     Args:
-        row_exchange: Holds the rows.
-        checks: Checks that run after a step, the same on every rank.
+        row_exchange: Exchanges the rows.
+        facts: Facts of a step, the same on every rank.
         seconds: Limit of the wait for the peers.
 
     Communication: through the store, one exchange. One more for each new finding.
     """
 
-    def __init__(self, row_exchange: RowExchange, checks: Sequence[Check], seconds: float) -> None:
-        self._row_exchange, self._checks = row_exchange, checks
-        self._is_waiting = row_exchange.has_waiting(checks, _STAGE)
+    def __init__(self, row_exchange: RowExchange, facts: Sequence[StageFacts], seconds: float) -> None:
+        self._row_exchange, self._facts = row_exchange, facts
+        self._is_waiting = any(of_check.numbers is not None for of_check in facts)
         # ranks that failed in different steps have rows of different steps, which cannot be compared
-        self._steps = json.dumps(row_exchange.steps_of(checks, _STAGE)).encode()
-        self._row = row_exchange.pack(checks, _STAGE)
+        self._steps = json.dumps([of_check.step for of_check in facts]).encode()
+        self._row = row_exchange.pack(facts)
         self._exchange: StoreExchange | None = None
         if process_groups.world_size() > 1 and row_exchange.watch is not None:
             self._exchange = StoreExchange(row_exchange.watch, seconds)
@@ -68,7 +66,7 @@ class LastRows:
         rows = [self._row]
         if process_groups.world_size() > 1:
             rows = self._rows_of_all()
-        self._row_exchange.judge(self._checks, _STAGE, rows, step, place="an error")
+        self._row_exchange.judge(self._facts, rows, step, place="an error")
 
     def _rows_of_all(self) -> list[bytes]:
         if self._exchange is None:

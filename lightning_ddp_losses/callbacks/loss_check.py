@@ -104,8 +104,10 @@ class LossCheck(RankCheck, default=True):
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Read the result of ``training_step`` before Lightning does."""
         compares_rows = bool(contrastive_losses(module)[0])
-        has_windows = module.automatic_optimization and is_divided(trainer) and not compares_rows
-        self._reader = LossReader(compares_rows=compares_rows, has_windows=has_windows)
+        self._results = _results_of_epoch(trainer)  # one object in all epochs
+        divides = is_divided(trainer)
+        has_windows = module.automatic_optimization and divides and not compares_rows
+        self._reader = LossReader(is_divided=divides, compares_rows=compares_rows, has_windows=has_windows)
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
             # on the strategy: Lightning's loop calls the module through it, wrapped or not
@@ -139,7 +141,8 @@ class LossCheck(RankCheck, default=True):
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Remember logged sums before they are reduced."""
-        self._values.see_batch_end(trainer)
+        if trainer.validating or trainer.testing or trainer.is_last_batch:
+            self._values.see_batch_end(trainer)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Give the strategy its method back and close the file."""
@@ -163,7 +166,7 @@ class LossCheck(RankCheck, default=True):
 
     def _numbers(self) -> Numbers:
         is_missing, self._is_missing = self._is_missing, False
-        keys = self._values.hash_keys(_results_of_epoch(self.runner.trainer))
+        keys = self._values.hash_keys(self._results)
         options = {"bias": self.bias, "most_zero_steps": self.zero_steps}
         return {"is_missing": is_missing, "keys": keys, **self._reader.numbers(), **options}
 
@@ -174,7 +177,7 @@ class LossCheck(RankCheck, default=True):
             self._history.add(self.runner, step, list(columns["loss"]))
             if not any(columns["is_missing"]):
                 self._biased.append(has_biased_weights(columns))
-            if uneven_micro_batches(columns):  # is reported now, and once
+            if any(columns["micro_batches"]) and uneven_micro_batches(columns):  # is reported now, and once
                 self._reader.stop_windows()
         columns["biased_steps"] = [sum(self._biased)]
 
@@ -326,8 +329,6 @@ class LoggedValues:
     def see_batch_end(self, trainer: Trainer) -> None:
         """Remember numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
         validation = trainer.validating or trainer.testing
-        if not (validation or trainer.is_last_batch):
-            return
         for key, result in _results_of_epoch(trainer, validation=validation).items():
             if _is_global_mean(result) and not compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()

@@ -185,6 +185,7 @@ class LossReader:
     """Reads the losses of a fit.
 
     Args:
+        is_divided: True if Lightning divides a loss by the number of micro-batches.
         compares_rows: True if the module has a loss that compares rows of this rank.
         has_windows: True if micro-batches are compared. A loss that compares rows is no mean over several of them.
 
@@ -192,12 +193,13 @@ class LossReader:
         pending: Losses that have not been read yet: optimizer steps before each, and the function that reads it.
     """
 
-    def __init__(self, *, compares_rows: bool = False, has_windows: bool = False) -> None:
+    def __init__(self, *, is_divided: bool = True, compares_rows: bool = False, has_windows: bool = False) -> None:
         self.pending: list[tuple[int, Callable[[], None]]] = []
         # read since the last row. Among several losses, one that was not finite stays until it is reported
         self._loss, self._bad_batch, self._step, self._zero_steps = math.nan, -1, -1, 0
         self._weights: list[ElementWeight] = []
-        self._compares_rows = compares_rows
+        self._is_divided, self._compares_rows = is_divided, compares_rows
+        self._accumulated = 1  # micro-batches of the window that was read last
         self._micro_batches = MicroBatches() if has_windows else None
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor, step: int) -> None:
@@ -206,11 +208,11 @@ class LossReader:
         window = trainer.current_epoch, batch_idx // accumulated
         # the factor undoes accumulation's division
         factor = 1.0
-        if module.automatic_optimization and is_divided(trainer):
+        if module.automatic_optimization and self._is_divided:
             factor *= accumulated
         is_scaled = loss is not getattr(trainer.strategy, "closure_loss", None)
         # the graph is gone when the loss is read. Outside a window a mean over no elements is an error
-        asks = not is_divided(trainer)
+        asks = not self._is_divided
         if loss.device.type == "cpu":  # the value is at hand
             asks = not math.isfinite(float(loss.detach()))
         may_be_nan = asks and counts_nothing(loss)
@@ -231,7 +233,8 @@ class LossReader:
             found = read_weights(weights)
             local = [weight for weight in found if weight.kind == "local"]
             self._weights = [weight for weight in local if not (weight.is_masked and self._compares_rows)]
-            if self._micro_batches is not None:
+            self._accumulated = accumulated
+            if self._micro_batches is not None and accumulated > 1:
                 self._micro_batches.add(window, value, found, unscaled)
 
         self.pending.append((step, read))
@@ -262,7 +265,7 @@ class LossReader:
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
         values: list[float] = []
         divisors: list[float] = []
-        if self._micro_batches is not None and self._step >= 0:
+        if self._micro_batches is not None and self._accumulated > 1 and self._step >= 0:
             values, divisors = self._micro_batches.numbers()
         numbers = {
             "loss": self._loss,

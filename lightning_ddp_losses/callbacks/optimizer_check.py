@@ -75,7 +75,7 @@ class OptimizerCheck(RankCheck, default=True):
         if self._steps_seen == 0:  # looking at all gradients waits for the device: once is enough
             self._find_forgotten(trainer, self.runner.module)
         before, now = list[int](), HostNumbers([])
-        if self._is_second_step(trainer) and self._before:
+        if self._steps_seen < 2 and self._is_second_step(trainer) and self._before:
             parameters = self.runner.replicated_parameters()
             before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
         stepped = self.runner.batch.stepped
@@ -110,7 +110,7 @@ class OptimizerCheck(RankCheck, default=True):
 
     def _is_second_step(self, trainer: Trainer) -> bool:
         """Return whether this is the second step, and the two should have changed something."""
-        if not self.runner.batch.stepped or self._before is None or self._steps_seen > 1:
+        if not self.runner.batch.stepped or self._before is None:
             return False
         self._steps_seen += 1
         if self._steps_seen == 1:
@@ -134,7 +134,11 @@ class OptimizerCheck(RankCheck, default=True):
 
     facts = (
         Fact("optimizers at the start", CheckStage.TRAIN_START, _read_start, compare_optimizers),
-        Fact("optimizers of a step", CheckStage.AFTER_STEP, _read_step, compare_optimizers),
+        Fact(
+            *("optimizers of a step", CheckStage.AFTER_STEP, _read_step, compare_optimizers),
+            equal=("settings", "scale", "state", "stepped"),
+            zero=("stood_still",),
+        ),
     )
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:

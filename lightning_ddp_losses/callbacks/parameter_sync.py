@@ -34,6 +34,8 @@ from lightning_ddp_losses.distributed.fingerprint import hash_lines
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.strategies.fsdp_losses import replicated_dim
 
+_EQUAL = ("structure", "values", "place", "parts")  # on all ranks, unless parts have replicas
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ParameterSyncCheck(RankCheck, default=True):
@@ -65,6 +67,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._slices, self._structure = replicas.RotatingSlices(self.parts), 0
+        self._described: dict[str, Tensor] | None = None  # parameters with that structure
         # parts that several ranks hold, and a hash of those of this rank
         self._part_slices, self._place = replicas.RotatingSlices(self.parts), 0
         self._parts: dict[str, Tensor] = {}
@@ -75,7 +78,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the snapshot of DDP's state."""
-        self.runner.shared(DDPSnapshot)
+        self._snapshot = self.runner.shared(DDPSnapshot)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
@@ -110,21 +113,24 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _read_step(self) -> Callable[[], Numbers] | None:
         """Return the numbers of the parameters whose turn it is."""
-        if not replicas.is_replicated(self.runner.trainer):
+        parameters = self.runner.replicated_parameters()
+        if not self.runner.parameters.is_replicated:
             return None
         is_first, self._is_first_step = self._is_first_step, False
         is_full = is_first or self.runner.step % self.full_every_n_steps == 0
-        return self._read(self.runner.replicated_parameters(), is_full=is_full)
+        return self._read(parameters, is_full=is_full)
 
     def _read(self, parameters: dict[str, Tensor], *, is_full: bool) -> Callable[[], Numbers]:
         """Start to compute fingerprints. Return a function that returns a hash of the names, and one number for all fingerprints."""
-        if self._slices.update(parameters):
+        if parameters is not self._described:
+            self._described = parameters
             self._structure = hash_lines(_descriptions(self.runner.module, parameters, buffers=False))
         number = self.runner.step // self.every_n_steps
-        slices = self._slices.turn(number, is_full=is_full)
+        slices = self._slices.turn(parameters, number, is_full=is_full)
         sent = replicas.SentFingerprints(slices, parameters)
-        parts = replicas.SentFingerprints(self._part_slices.turn(number, is_full=is_full), self._parts)
-        state = StepState(self.runner, parameters, slices)
+        part_slices = self._part_slices.turn(self._parts, number, is_full=is_full)
+        parts = replicas.SentFingerprints(part_slices, self._parts)
+        state = StepState(self.runner, self._snapshot, parameters, slices)
         structure, place = self._structure, self._place
 
         def read() -> Numbers:
@@ -140,7 +146,6 @@ class ParameterSyncCheck(RankCheck, default=True):
         # the objects and their memory stay, also while fully_shard has others in their place
         self._parts = {name: local_part(p.detach()) for name, p in named.items()}
         self._place = hash_lines([f"{name} {_place_of(p)}" for name, p in named.items()])
-        self._part_slices.update(self._parts)
 
     # ------------------------------------------------------------------ explain
 
@@ -180,8 +185,8 @@ class ParameterSyncCheck(RankCheck, default=True):
     facts = (
         Fact("names before the wrap", CheckStage.BEFORE_WRAP, _read_structure, compare_structures),
         Fact("all parameters and class shards", CheckStage.TRAIN_START, _read_start, compare_starts),
-        Fact("parameters of a step", CheckStage.AFTER_STEP, _read_step, compare_parameters),
-        Fact("all parameters", CheckStage.TRAIN_END, _read_all, compare_parameters),
+        Fact("parameters of a step", CheckStage.AFTER_STEP, _read_step, compare_parameters, equal=_EQUAL),
+        Fact("all parameters", CheckStage.TRAIN_END, _read_all, compare_parameters, equal=_EQUAL),
     )
 
 

@@ -54,7 +54,15 @@ def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str
 
 
 class ReplicatedParameters:
-    """Caches ``replicated_parameters`` until modules, parameters, their layout or optimizers change."""
+    """Caches ``replicated_parameters`` until modules, parameters, their layout or optimizers change.
+
+    Attributes:
+        is_replicated: Whether they must be equal after every step. This and the next are known once training has started.
+        divided: Names of parameters that are divided over the ranks.
+    """
+
+    is_replicated = False
+    divided: frozenset[str] = frozenset()
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
@@ -71,6 +79,8 @@ class ReplicatedParameters:
             for inner in self._module.modules():
                 self._slots += (compat.child_modules(inner), compat.parameter_slots(inner))
             self._found = replicated_parameters(self._trainer, self._module)
+            self.is_replicated = is_replicated(self._trainer)
+            self.divided = divided_parameters(self._trainer)
             # kept alive, or another object could get the same id
             self._known, self._kept_alive = self._structure()
         return self._found
@@ -196,13 +206,9 @@ class RotatingSlices:
         self._tensors: dict[str, Tensor] = {}
         self._parts: list[list[TensorSlice]] = [[]]
 
-    def update(self, tensors: dict[str, Tensor]) -> bool:
-        """Set the tensors to split. Return whether the dict is a new one."""
-        if tensors is self._tensors:
-            return False
-        self._tensors, self._parts = tensors, split_by_bytes(tensors, self._max_parts)
-        return True
-
-    def turn(self, number: int, *, is_full: bool = False) -> list[TensorSlice]:
-        """Return the slices of one step, or all of them."""
+    def turn(self, tensors: dict[str, Tensor], number: int, *, is_full: bool = False) -> list[TensorSlice]:
+        """Return the slices of one step, or all of them. Another dict than before is split anew."""
+        if tensors is not self._tensors:
+            self._tensors = tensors
+            self._parts = split_by_bytes(tensors, self._max_parts)
         return [*chain.from_iterable(self._parts)] if is_full else self._parts[number % len(self._parts)]

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.facts.fact import Fact, Note, decode, failure_note, note_of, to_bytes
+from lightning_ddp_losses.callbacks.facts.fact import Numbers, decode, encode
 from lightning_ddp_losses.callbacks.facts.user_rows import facts_of_rows
 from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, findings_of_texts, texts_of
 from lightning_ddp_losses.callbacks.report import Report
@@ -44,27 +44,41 @@ _MAX_TENSORS = 8  # differences that are measured at one exchange
 T = TypeVar("T")
 
 
-class _Waiting:
-    """What one check has read at one stage on this rank, until it is judged.
+class StageFacts:
+    """The facts of one check at one stage, and what this rank has read of them until it is judged.
+
+    Args:
+        check: Check that reads them.
+        stage: Place of the run.
 
     Attributes:
-        numbers: Numbers of each fact, a function that returns them when they travel, or None.
-        found: Findings that this rank made by itself.
-        note: The same as it travels. None until then.
+        check: As given.
+        stage: As given.
+        facts: The same on every rank.
+        step: Step of the last numbers. -1 before the first ones.
+        numbers: Numbers of each fact, a function that returns them when they travel, or None. None if nothing waits.
+        found: Findings that this rank made by itself while it read.
+        failure: Error of the check, which travels in place of the numbers. Empty without one.
     """
 
-    def __init__(self, numbers: list[Any], found: list[Finding]) -> None:
-        self.numbers, self.found = numbers, found
-        self.note: Note | None = None
+    def __init__(self, check: Check, stage: CheckStage) -> None:
+        self.check, self.stage = check, stage
+        self.facts = [fact for fact in (*check.facts, *facts_of_rows(check)) if fact.stage == stage]
+        self.step = -1
+        self.numbers: list[Any] | None = None
+        self.found: list[Finding] = []
+        self.failure = ""
 
-    def read_(self) -> Note:
-        """Read the numbers that have arrived by now, and return all of them as a note."""
-        own = 0
-        if self.found:
-            own = hash_text(json.dumps(texts_of(self.found)))
+    def entries_(self) -> list[Numbers | str | None]:
+        """Return the entries of the note: a hash of the findings of this rank, then each fact, read by now. They can be asked for again."""
+        further: list[None] = [None] * len(self.facts)
+        if self.failure:
+            return [self.failure, *further]
+        if self.numbers is None:
+            return [None, *further]
         self.numbers = [numbers() if callable(numbers) else numbers for numbers in self.numbers]
-        self.note = note_of([{"own findings": own}, *self.numbers])
-        return self.note
+        own = hash_text(json.dumps(texts_of(self.found))) if self.found else 0
+        return [{"own findings": own}, *self.numbers]
 
 
 class RowExchange:
@@ -73,6 +87,7 @@ class RowExchange:
     Args:
         trainer: Trainer of the fit.
         module: Module that it trains.
+        checks: Checks of the fit, the same on every rank.
         watch: Watch of the run, which raises when a peer has failed. None without one.
         report: Report that takes the findings.
         stop_check: Function that is called when a check of this package fails, and on every rank when it is switched off.
@@ -87,6 +102,7 @@ class RowExchange:
         self,
         trainer: Trainer,
         module: LightningModule,
+        checks: Sequence[Check],
         watch: Watch | None,
         report: Report,
         stop_check: Callable[[Check], None],
@@ -94,12 +110,12 @@ class RowExchange:
         self.watch, self.report = watch, report
         self.after_error: StoreExchange | None = None
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
-        # by the id of a check and the stage: its facts, numbers that have not been judged, and the step of the last numbers
-        self._facts_at: dict[tuple[int, CheckStage], list[Fact]] = {}
-        self._waiting: dict[tuple[int, CheckStage], _Waiting] = {}
-        self._steps: dict[tuple[int, CheckStage], int] = {}
-        self._failures: dict[int, str] = {}  # sent in place of the next numbers
-        self._switched_off: set[int] = set()
+        # the checks that run, what they read at each stage, and the stages for which that was looked up
+        self._checks = [*checks]
+        self._facts: dict[tuple[int, CheckStage], StageFacts] = {}
+        self._plan: dict[CheckStage, list[StageFacts]] = {}
+        self._planned_for: list[tuple[CheckStage, ...]] = []
+        self._failures: dict[int, str] = {}  # by check, sent in place of its next numbers
         self._explained: dict[tuple[str, ...], list[Finding]] = {}
 
     # ------------------------------------------------------------------ transport
@@ -186,13 +202,26 @@ class RowExchange:
 
     # ------------------------------------------------------------------ measure, gather, judge
 
-    def is_on(self, check: Check) -> bool:
-        """Return whether a check still runs. The same on every rank."""
-        return id(check) not in self._switched_off
+    def due(self, stage: CheckStage, step: int) -> list[StageFacts]:
+        """Return the facts of the checks that run at a stage in this step. The same on every rank.
 
-    def has_begun(self, check: Check, stage: CheckStage) -> bool:
-        """Return whether a check has measured a row at this stage. The same on every rank."""
-        return (id(check), stage) in self._steps
+        They are looked up once, and again if a check is switched off or changes its stages.
+        """
+        stages = [check.stages for check in self._checks]
+        if stages != self._planned_for:
+            self._planned_for = stages
+            self._plan = {at: [self._facts_of(c, at) for c in self._checks if at in c.stages] for at in CheckStage}
+        return [facts for facts in self._plan[stage] if step % facts.check.every_n_steps == 0]
+
+    def of_all_checks(self, stage: CheckStage) -> list[StageFacts]:
+        """Return the facts of all checks that run, also of those without one at this stage: their errors travel too."""
+        return [self._facts_of(check, stage) for check in self._checks]
+
+    def _facts_of(self, check: Check, stage: CheckStage) -> StageFacts:
+        key = id(check), stage
+        if key not in self._facts:
+            self._facts[key] = StageFacts(check, stage)
+        return self._facts[key]
 
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
         """Remember the error of a check on this rank alone. All ranks report it at the next exchange of the check.
@@ -205,66 +234,55 @@ class RowExchange:
         if check.is_built_in:
             self._stop_check(check)
 
-    def measure(self, due: Sequence[Check], stage: CheckStage, step: int) -> None:
-        """Read the facts of checks on this rank, which travel at the next exchange of their checks."""
-        for check in due:
-            key = id(check), stage
-            self._steps[key] = step
+    def measure(self, due: Sequence[StageFacts], step: int) -> None:
+        """Read facts on this rank, which travel at the next exchange of their checks."""
+        for facts in due:
+            check = facts.check
+            facts.step = step
             if id(check) in self._failures:
                 continue
             check._found = found = list[Finding]()
             try:
-                numbers = [fact.read(check) for fact in self._facts(check, stage)]
+                numbers = [fact.read(check) for fact in facts.facts]
             except Exception as error:
                 self.note_failure(check, "measure", error)
             else:
-                self._waiting[key] = _Waiting(numbers, found)
+                facts.numbers, facts.found = numbers, found
 
-    def _facts(self, check: Check, stage: CheckStage) -> list[Fact]:
-        """Return the facts that a check reads at a stage. The same on every rank."""
-        key = id(check), stage
-        if key not in self._facts_at:
-            facts = [*check.facts, *facts_of_rows(check)]
-            self._facts_at[key] = [fact for fact in facts if fact.stage == stage]
-        return self._facts_at[key]
+    def pack(self, due: Sequence[StageFacts]) -> bytes:
+        """Return this rank's note: the facts that wait, and the errors of checks that failed.
 
-    def pack(self, checks: Sequence[Check], stage: CheckStage) -> bytes:
-        """Return this rank's note: the facts that wait, and the errors of checks that failed."""
-        return to_bytes([self._note_of(check, stage) for check in checks])
-
-    def _note_of(self, check: Check, stage: CheckStage) -> Note:
-        """Return the part of one check: a hash of the findings that this rank made by itself, then its facts.
-
-        It waits until it is judged, because an error of a peer may end the exchange.
+        Both wait until they are judged, because an error of a peer may end the exchange.
         """
-        key = id(check), stage
-        waiting = self._waiting.get(key)
-        parts = 1 + len(self._facts(check, stage))
-        if waiting is not None and id(check) not in self._failures:
+        entries: list[Numbers | str | None] = []
+        for facts in due:
+            if id(facts.check) not in self._failures:
+                try:
+                    entries += facts.entries_()
+                    continue
+                except Exception as error:
+                    self.note_failure(facts.check, "measure", error)
+            facts.failure, facts.numbers = self._failures.pop(id(facts.check)), []
+            entries += facts.entries_()
+        try:
+            return encode(entries)
+        except (TypeError, OverflowError):
+            self._find_unsendable(due)
+            return self.pack(due)
+
+    def _find_unsendable(self, due: Sequence[StageFacts]) -> None:
+        """Note the failure of each check with something that is no number."""
+        for facts in due:
             try:
-                return waiting.note or waiting.read_()
-            except Exception as error:
-                self.note_failure(check, "measure", error)
-        if id(check) not in self._failures:
-            return note_of([None] * parts)
-        waiting = self._waiting[key] = _Waiting([], [])
-        waiting.note = failure_note(self._failures.pop(id(check)), parts)
-        return waiting.note
+                encode(facts.entries_())
+            except (TypeError, OverflowError) as error:
+                self.note_failure(facts.check, "measure", error)
 
-    def has_waiting(self, checks: Sequence[Check], stage: CheckStage) -> bool:
-        """Return whether facts of a stage have not been judged."""
-        return any((id(check), stage) in self._waiting for check in checks)
-
-    def steps_of(self, checks: Sequence[Check], stage: CheckStage) -> list[int]:
-        """Return the step of the last facts of each check. -1 for a check without any."""
-        return [self._steps.get((id(check), stage), -1) for check in checks]
-
-    def exchange(self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "") -> None:
-        """Exchange the facts of these checks that wait since a stage, and judge them.
+    def exchange(self, due: Sequence[StageFacts], step: int, *, place: str = "") -> None:
+        """Exchange the facts of one stage that wait, and judge them.
 
         Args:
-            checks: Checks that are due, the same on every rank.
-            stage: Stage of the facts.
+            due: Facts of the checks that are due, the same on every rank.
             step: Optimizer steps so far.
             place: Place of the exchange, if it differs from the stage.
 
@@ -273,33 +291,35 @@ class RowExchange:
 
         Communication: one gather. More only if there is a new finding. None without checks.
         """
-        if checks:
-            place = place or stage.value
-            notes = self.gather_rows(place, self.pack(checks, stage), {"step": step})
-            self.judge(checks, stage, notes, step, place=place)
+        if due:
+            place = place or due[0].stage.value
+            notes = self.gather_rows(place, self.pack(due), {"step": step})
+            self.judge(due, notes, step, place=place)
 
-    def judge(
-        self, checks: Sequence[Check], stage: CheckStage, notes: Sequence[bytes], step: int, *, place: str
-    ) -> None:
+    def judge(self, due: Sequence[StageFacts], notes: Sequence[bytes], step: int, *, place: str) -> None:
         """Apply the rules to all ranks' notes. Every rank calls it with the same notes.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
-        waiting = [self._waiting.pop((id(check), stage), None) for check in checks]
+        own = [(facts, facts.numbers, facts.found, facts.failure) for facts in due]
+        for facts in due:
+            facts.numbers, facts.failure = None, ""
         parts = iter(decode(notes))
         found: list[tuple[Check, Finding]] = []
-        for check, own in zip(checks, waiting, strict=True):
+        for facts, numbers, of_rank, failure in own:
+            check = facts.check
             head = next(parts)
-            columns = [next(parts) for _ in self._facts(check, stage)]
+            columns = [next(parts) for _ in facts.facts]
             if isinstance(head, dict):
                 found += placed(check, [self._failed(check, head)], step, place)
-            elif head is not None and own is not None:
-                judged = own.found
+            elif head is not None and numbers is not None and not failure:
+                judged = of_rank
                 if len(set(head[0])) > 1:
-                    judged = self._combine_local(check, own.found, head[0])
-                judged = judged + self._apply(check, stage, own.numbers, columns)
-                found += placed(check, judged, self._steps[id(check), stage], stage.value)
+                    judged = self._combine_local(check, of_rank, head[0])
+                judged = judged + self._apply(facts, numbers, columns)
+                if judged:
+                    found += placed(check, judged, facts.step, facts.stage.value)
         if found:
             self.report_findings(self._complete(found))
 
@@ -313,24 +333,24 @@ class RowExchange:
             self._explained[key] = findings_of_texts(self.gather_json("texts about findings", texts_of(local)))
         return self._explained[key]
 
-    def _apply(self, check: Check, stage: CheckStage, numbers: Sequence[Any], parts: Sequence[Any]) -> list[Finding]:
+    def _apply(self, facts: StageFacts, numbers: Sequence[Any], parts: Sequence[Any]) -> list[Finding]:
         """Apply the rules of a check. The error of a rule that fails on this rank alone travels at the next exchange of the check."""
         found: list[Finding] = []
         try:
-            for fact, names, values in zip(self._facts(check, stage), numbers, parts, strict=True):
+            for fact, names, values in zip(facts.facts, numbers, parts, strict=True):
                 if values is None:
                     continue
                 columns = dict(zip(names, values, strict=False))
                 if fact.see is not None:
-                    fact.see(check, columns)
-                if fact.rule is not None:
+                    fact.see(facts.check, columns)
+                if fact.rule is not None and not fact.is_healthy(columns):
                     found += fact.rule(columns)
             for each in found:
                 if not isinstance(each, Finding):
                     raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")
             return found
         except Exception as error:
-            self.note_failure(check, "judge", error)
+            self.note_failure(facts.check, "judge", error)
             return []
 
     def _failed(self, check: Check, failures: dict[int, str]) -> Finding:
@@ -339,7 +359,7 @@ class RowExchange:
         details: dict[str, Any] = {"ranks": tuple(failures), "name": check.title, "values": texts}
         if not check.is_built_in:
             return Finding.of(FAILED, **details)
-        self._switched_off.add(id(check))
+        self._checks = [other for other in self._checks if other is not check]
         self._stop_check(check)
         return Finding.of(FAILED, "switched_off", graded="warning", **details)
 

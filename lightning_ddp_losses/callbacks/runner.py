@@ -37,7 +37,7 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_o
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange, placed
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange, StageFacts, placed
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
@@ -87,11 +87,13 @@ class CheckRunner(Callback):
         module: As given.
         checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
         steps: Batches of this fit that made an optimizer step.
+        batches: Training batches of this fit.
         epoch_ends: Runs the stages at the end of an epoch, and knows where values were logged.
         rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
         own_time: Time that checks take, including their gathers.
         batch: Events since the last batch ended.
+        parameters: Parameters that must be equal on all ranks, and whether they must.
     """
 
     def __init__(self, checks: Sequence[Check], settings: Settings, trainer: Trainer, module: LightningModule) -> None:
@@ -99,15 +101,16 @@ class CheckRunner(Callback):
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.steps = 0
+        self.steps = self.batches = 0
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
         folder: Path | None = run_folder(trainer) if settings.file else None
-        self.row_exchange = RowExchange(trainer, module, watch, Report(settings, folder), self._blind)
+        self.row_exchange = RowExchange(trainer, module, self.checks, watch, Report(settings, folder), self._blind)
         self.batch, self.rows_in_strategy_handshake = Batch(is_first=True), False
         self._shared: dict[Callable[..., Any], Any] = {}
-        self._parameters = ReplicatedParameters(trainer, module)
+        self._at_batch_end: list[Callable[[], None]] = []
+        self.parameters = ReplicatedParameters(trainer, module)
         # checks by the observation that they override, and ids of our checks that failed on this rank
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
@@ -141,15 +144,17 @@ class CheckRunner(Callback):
         return bool(getattr(strategy, "sync_gradients", of_ddp))
 
     def shared(self, make: Callable[[CheckRunner], T]) -> T:
-        """Return the object of this kind that all checks share. The first call makes it. It has ``batch_end()`` and ``close()``."""
+        """Return the object of this kind that all checks share. The first call makes it. It may have ``batch_end()`` and ``close()``."""
         if make not in self._shared:
-            self._shared[make] = make(self)
+            made = self._shared[make] = make(self)
+            if hasattr(made, "batch_end"):
+                self._at_batch_end.append(made.batch_end)
         return self._shared[make]  # type: ignore[no-any-return]
 
     def replicated_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that must be equal on all ranks. The lookup happens once per batch."""
         if self.batch.parameters is None:
-            self.batch.parameters = self._parameters.current()
+            self.batch.parameters = self.parameters.current()
         return self.batch.parameters
 
     def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
@@ -193,7 +198,7 @@ class CheckRunner(Callback):
         """Let the checks see the steps of the optimizers, and judge the state of every rank at the start."""
         self._observe("start")
         with self.own_time:
-            for optimizer in self.trainer.optimizers:
+            for optimizer in dict.fromkeys(self.trainer.optimizers):
                 self._watch_optimizer(optimizer)
             # under our strategy the rows before backward travel in its handshake
             attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
@@ -211,6 +216,7 @@ class CheckRunner(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Let the checks see a training batch. Before the first step they may try it out."""
         self.batch.parameters = None
+        self.batches += 1
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:
@@ -256,14 +262,14 @@ class CheckRunner(Callback):
         with self.own_time:
             stage = CheckStage.BEFORE_BACKWARD
             due = self._due(stage)
-            self.row_exchange.measure(due, stage, self.step)
-            return self.row_exchange.pack(due, stage)
+            self.row_exchange.measure(due, self.step)
+            return self.row_exchange.pack(due)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
         """Judge all ranks' rows, as the strategy's handshake is read."""
         stage = CheckStage.BEFORE_BACKWARD
         with self.own_time:
-            self.row_exchange.judge(self._due(stage), stage, rows, self.step, place=stage.value)
+            self.row_exchange.judge(self._due(stage), rows, self.step, place=stage.value)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the gradients of a backward, before the module's own hook."""
@@ -273,13 +279,15 @@ class CheckRunner(Callback):
         """Let the checks see the reduced gradients of an optimizer that is about to step, before clipping."""
         self._enter(f"the optimizer of step {self.step}")
         # a user may have put another one in its place
-        self._watch_optimizer(getattr(optimizer, "optimizer", optimizer))
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if inner not in self._handles:
+            self._watch_optimizer(inner)
         self.batch.stepping.append(optimizer)
         self._observe("see_gradients", optimizer)
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
         """Learn of an optimizer's steps, once for each optimizer."""
-        if optimizer not in self._handles and hasattr(optimizer, "register_step_post_hook"):
+        if hasattr(optimizer, "register_step_post_hook"):
             self._handles[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -298,8 +306,8 @@ class CheckRunner(Callback):
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
         self.batch = Batch()
-        for shared in self._shared.values():
-            shared.batch_end()
+        for batch_end in self._at_batch_end:
+            batch_end()
         self._observe("see_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -341,8 +349,8 @@ class CheckRunner(Callback):
         self._judge_last_step(_THE_END)
         self.run_stage(CheckStage.TRAIN_END)
         with self.own_time:  # errors of checks since they were due
-            checks = [check for check in self.checks if self.row_exchange.is_on(check)]
-            self.row_exchange.exchange(checks, CheckStage.TRAIN_END, self.step, place=_THE_END)
+            facts = self.row_exchange.of_all_checks(CheckStage.TRAIN_END)
+            self.row_exchange.exchange(facts, self.step, place=_THE_END)
         # figures and remarks of the checks, and the time that they took
         summaries = [(check.title, *_last_words(check)) for check in self.checks]
         figures: dict[str, float] = {}
@@ -361,8 +369,8 @@ class CheckRunner(Callback):
         """
         last_rows = None
         if isinstance(exception, Exception):
-            checks = self._due(CheckStage.AFTER_STEP, in_any_step=True)
-            last_rows = LastRows(self.row_exchange, checks, _WAIT_SECONDS)
+            facts = self.row_exchange.due(CheckStage.AFTER_STEP, step=0)
+            last_rows = LastRows(self.row_exchange, facts, _WAIT_SECONDS)
         # another rank's failure broke this rank's collective
         watch = self.row_exchange.watch
         peer_error = None if watch is None else watch.report_failure(exception)
@@ -391,8 +399,10 @@ class CheckRunner(Callback):
             liveness.release(self.row_exchange.watch)
         self._observe("stop")
         for shared in self._shared.values():
-            shared.close()
+            if hasattr(shared, "close"):
+                shared.close()
         self._shared.clear()
+        self._at_batch_end.clear()
         for check in self.checks:
             check.join(None)
 
@@ -416,12 +426,12 @@ class CheckRunner(Callback):
             now = due
             if stage == CheckStage.AFTER_STEP:
                 # waiting rows first: the next measurement takes their place in the checks
-                now = [check for check in due if not self.row_exchange.has_begun(check, stage)]
-                waiting = [check for check in due if check not in now]
-                self.row_exchange.exchange(waiting, stage, self.step)
-                due = [check for check in due if self.row_exchange.is_on(check)]
-            self.row_exchange.measure(due, stage, self.step)
-            self.row_exchange.exchange(now, stage, self.step)
+                now = [facts for facts in due if facts.step < 0]
+                waiting = [facts for facts in due if facts.step >= 0]
+                self.row_exchange.exchange(waiting, self.step)
+                due = self._due(stage)  # without checks that are switched off now
+            self.row_exchange.measure(due, self.step)
+            self.row_exchange.exchange(now, self.step)
 
     def _judge_last_step(self, place: str) -> None:
         """Judge the rows of a step that wait until their check is due again.
@@ -432,15 +442,11 @@ class CheckRunner(Callback):
         Communication: one gather.
         """
         with self.own_time:
-            stage = CheckStage.AFTER_STEP
-            self.row_exchange.exchange(self._due(stage, in_any_step=True), stage, self.step, place=place)
+            self.row_exchange.exchange(self.row_exchange.due(CheckStage.AFTER_STEP, step=0), self.step, place=place)
 
-    def _due(self, stage: CheckStage, *, in_any_step: bool = False) -> list[Check]:
-        """Return the checks that run now, or in any step. The same on every rank."""
-        every = in_any_step or stage not in _EVERY_N_STEPS
-        step = 0 if every else self.step
-        is_on = self.row_exchange.is_on
-        return [c for c in self.checks if stage in c.stages and step % c.every_n_steps == 0 and is_on(c)]
+    def _due(self, stage: CheckStage) -> list[StageFacts]:
+        """Return the facts of the checks that run now. The same on every rank."""
+        return self.row_exchange.due(stage, self.step if stage in _EVERY_N_STEPS else 0)
 
     def _enter(self, place: str) -> None:
         """Record the main thread's place, and stop here if a peer has failed."""

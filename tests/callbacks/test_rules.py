@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.callbacks.facts import loss_rules, rules
+from lightning_ddp_losses.callbacks.facts.fact import Fact
 
 Columns = dict[str, Any]
 Rule = Callable[[Columns], list[Finding]]
@@ -151,3 +153,35 @@ def test_a_changed_column_is_a_finding(
 def test_every_rule_of_a_check_has_a_row() -> None:
     of_checks = {fact.rule for check in DEFAULT_CHECKS for fact in check.facts} - {None}
     assert of_checks == set(HEALTHY) == {rule for rule, _, _ in SICK}
+
+
+# facts with columns that alone show that their rule finds nothing, and is not called
+DECLARED = [fact for check in DEFAULT_CHECKS for fact in check.facts if fact.equal or fact.zero]
+
+
+@pytest.mark.parametrize("fact", DECLARED, ids=lambda fact: fact.name)
+def test_columns_that_are_healthy_alone_have_no_finding(fact: Fact) -> None:
+    """Every combination of small numbers, in the columns that decide and in the healthy and the sick rows around them."""
+    assert fact.rule is not None
+    rows = [HEALTHY[fact.rule], *({**HEALTHY[rule], **change} for rule, change, _ in SICK if rule == fact.rule)]
+    assert {*fact.equal, *fact.zero} <= rows[0].keys()
+    decided = 0
+    for row in rows:
+        for numbers in itertools.product((0, 1), repeat=len(fact.equal) + len(fact.zero)):
+            for sick in (None, *fact.equal, *fact.zero):
+                columns = dict(row)
+                for name, number in zip((*fact.equal, *fact.zero), numbers, strict=True):
+                    columns[name] = (number, number, 1 - number) if name == sick else (number,) * 3
+                decided += fact.is_healthy(columns)
+                if fact.is_healthy(columns):
+                    assert fact.rule(columns) == [], columns
+    assert decided
+
+
+def test_a_rank_without_a_column_is_not_healthy() -> None:
+    for fact in DECLARED:
+        assert fact.rule is not None
+        columns = {**HEALTHY[fact.rule], **dict.fromkeys(fact.zero, (0, 0, 0))}
+        assert fact.is_healthy(columns)
+        for name in (*fact.equal, *fact.zero):
+            assert not fact.is_healthy({other: column for other, column in columns.items() if other != name})

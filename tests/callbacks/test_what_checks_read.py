@@ -16,8 +16,9 @@ from lightning_ddp_losses import RankCheck
 from lightning_ddp_losses.callbacks import CheckStage
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
 from lightning_ddp_losses.callbacks.facts import user_rows
-from lightning_ddp_losses.callbacks.facts.fact import decode, failure_note, note_of, to_bytes
+from lightning_ddp_losses.callbacks.facts.fact import decode, encode
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
@@ -32,7 +33,7 @@ NUMBERS: list[dict[str, Any]] = [{"one": 7, "loss": 0.5, "extremes": EXTREMES}, 
 
 def sent(facts: Sequence[dict[str, Any] | str | None]) -> bytes:
     """Return the note of one rank: numbers, the text of an error, or nothing."""
-    return to_bytes([failure_note(each, 1) if isinstance(each, str) else note_of([each]) for each in facts])
+    return encode(facts)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -209,3 +210,39 @@ def test_parameters_are_looked_up_again_when_something_changed(name: str) -> Non
     assert after is not before
     assert all(after[name] is parameter for name, parameter in module.named_parameters())
     assert parameters.current() is after
+
+
+class Planned(RankCheck):  # measures nothing
+    faults = ("F44",)
+    is_built_in = True
+
+    def __init__(self, *stages: CheckStage, **options: Any) -> None:
+        super().__init__(**options)
+        self.stages = stages  # type: ignore[misc]
+
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> list[int]:
+        return []
+
+
+def test_facts_of_a_stage_are_looked_up_once_and_a_late_change_is_seen() -> None:
+    early, late, rare = Planned(CheckStage.TRAIN_START), Planned(CheckStage.AFTER_STEP), Planned(CheckStage.AFTER_STEP)
+    nothing: Any = None
+    exchange = RowExchange(nothing, nothing, [early, late, rare], None, nothing, lambda check: None)
+
+    def due(stage: CheckStage, step: int = 0) -> list[RankCheck]:
+        return [facts.check for facts in exchange.due(stage, step)]  # type: ignore[misc]
+
+    assert due(CheckStage.AFTER_STEP) == [late, rare]
+    assert exchange.due(CheckStage.AFTER_STEP, step=0)[0] is exchange.due(CheckStage.AFTER_STEP, step=1)[0]
+    rare.every_n_steps = 3
+    assert [len(due(CheckStage.AFTER_STEP, step)) for step in range(4)] == [2, 1, 1, 2]
+    # another stage of a check. What it has read stays
+    (kept, _) = exchange.due(CheckStage.AFTER_STEP, 0)
+    early.stages = (CheckStage.AFTER_STEP,)  # type: ignore[misc]
+    assert due(CheckStage.AFTER_STEP) == [early, late, rare]
+    assert due(CheckStage.TRAIN_START) == []
+    assert exchange.due(CheckStage.AFTER_STEP, 0)[1] is kept
+    # a check that is switched off
+    exchange._failed(early, {0: "an error"})
+    assert due(CheckStage.AFTER_STEP) == [late, rare]
+    assert [facts.check for facts in exchange.of_all_checks(CheckStage.TRAIN_END)] == [late, rare]

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 
@@ -46,6 +46,9 @@ class Fact:
         rule: Pure function that returns the findings in the columns of all ranks. None for numbers that are only kept, and for findings
             that a rank makes by itself while it reads.
         see: Function of the check that gets the columns before the rule. It keeps figures, and may add columns of earlier steps.
+        equal: Columns in which healthy ranks have the same number.
+        zero: Columns in which healthy ranks have zero. If all columns of both kinds are healthy, the rule finds nothing, and is not called.
+            Leave both empty for a rule that needs more than them.
     """
 
     name: str
@@ -53,62 +56,60 @@ class Fact:
     read: Callable[[Any], Numbers | Callable[[], Numbers] | None]
     rule: Callable[[Columns], list[Finding]] | None = None
     see: Callable[[Any, Columns], None] | None = None
+    equal: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+
+    def is_healthy(self, columns: Columns) -> bool:
+        """Return whether the columns alone show that the rule finds nothing."""
+        for name in self.equal:
+            column = columns.get(name, (0, 1))  # some rank has no such column
+            if column.count(column[0]) != len(column):
+                return False
+        is_zero = not any(any(columns.get(name, (1,))) for name in self.zero)
+        return is_zero and bool(self.equal or self.zero)
 
 
 # ---------------------------------------------------------------------- notes
 
 
-class Note(NamedTuple):
-    """Numbers on their way to the other ranks, in the order of their facts: a code for each part, the ints, and the floats."""
+def encode(entries: Sequence[Numbers | str | None]) -> bytes:
+    """Return the note of several facts.
 
-    layout: list[str]
-    ints: array[int]
-    floats: array[float]
-
-
-def note_of(facts: Sequence[Numbers | None]) -> Note:
-    """Return the note of the facts of one check.
+    Args:
+        entries: Numbers of each fact. None for a fact without any, a text for a check that failed.
 
     Raises:
         TypeError: for a value that is neither a number nor a list of numbers.
         OverflowError: for an int that does not fit 64 bits.
     """
-    note = Note([], array("q"), array("d"))
-    for numbers in facts:
+    parts: list[str] = []
+    ints, floats = array("q"), array("d")
+    for numbers in entries:
         if numbers is None:
-            note.layout.append(_NO_NUMBERS)
+            parts.append(_NO_NUMBERS)
+            continue
+        if isinstance(numbers, str):
+            text = numbers.encode()
+            ints.extend(text)
+            parts.append(f"{_FAILED}{len(text)}")
             continue
         codes: list[str] = []
         for value in numbers.values():
             if isinstance(value, int):
-                note.ints.append(value)
+                ints.append(value)
                 codes.append("q")
             elif isinstance(value, float):
-                note.floats.append(value)
+                floats.append(value)
                 codes.append("d")
             elif any(isinstance(number, float) for number in value):  # one float makes all of them floats
-                note.floats.extend(value)
+                floats.extend(value)
                 codes.append(f"d{len(value)}")
             else:
-                note.ints.extend(value)  # type: ignore[arg-type]
+                ints.extend(value)  # type: ignore[arg-type]
                 codes.append(f"q{len(value)}")
-        note.layout.append(",".join(codes))
-    return note
-
-
-def failure_note(text: str, parts: int) -> Note:
-    """Return the note of a check that failed, in place of so many parts."""
-    data = [*text.encode()]
-    layout = [f"{_FAILED}{len(data)}", *[_NO_NUMBERS] * (parts - 1)]
-    return Note(layout, array("q", data), array("d"))
-
-
-def to_bytes(notes: Sequence[Note]) -> bytes:
-    """Return the notes of several checks as they travel together."""
-    layout = ";".join([part for note in notes for part in note.layout]).encode()
-    ints = b"".join([note.ints.tobytes() for note in notes])
-    floats = b"".join([note.floats.tobytes() for note in notes])
-    return _HEAD.pack(len(layout), len(ints)) + layout + ints + floats
+        parts.append(",".join(codes))
+    layout = ";".join(parts).encode()
+    return _HEAD.pack(len(layout), 8 * len(ints)) + layout + ints.tobytes() + floats.tobytes()
 
 
 def decode(notes: Sequence[bytes]) -> list[Decoded]:
