@@ -136,7 +136,7 @@ class DDPChecks(CheckCallback, Settings):
             and replace the default of their class.
         action: Action for a finding: one word for errors and warnings (``"warn"``), or one by severity. Default
             ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, with the most telling one
-            first. In the others, ``follows`` names its fault.
+            first. In the others, ``follows`` names its fault. F46 before values are reduced at the end of an epoch is always raised.
         file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a separate file. Without a logger the
             folder is ``ddp_checks`` below the trainer's ``default_root_dir``.
         summary: Print a table at the end of the fit.

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.batch_reader import BatchReader, EpochRecord
+from lightning_ddp_losses.callbacks.batch_reader import BatchReader, EpochRecord, LoadersOfEpoch
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
 from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
@@ -117,8 +117,7 @@ class BatchCheck(RankCheck, default=True):
         # this rank's data
         self._sampler_epochs: dict[int, dict[str, int]] = {}
         self._steps_without_pairs: dict[str, int] = {}
-        self._order = 0
-        self._loaders_of, self._is_iterable = -1, False  # epoch whose loaders were asked, and their answer
+        self._loaders = LoadersOfEpoch(-1, is_iterable=False, order=0)
         self._resumed_at = 0, 0  # batch and epoch
         self._began_again = False
         # all ranks' data
@@ -217,14 +216,10 @@ class BatchCheck(RankCheck, default=True):
         trainer = self.runner.trainer
         # loaders and samplers are asked once per epoch
         batch_idx = trainer.fit_loop.batch_idx
-        if batch_idx == 0:
-            loaders = batch_reader.data_loaders(trainer)
-            self._order = batch_reader.drawn_order(loaders[0]) if loaders else 0
-            self._find_stale_samplers(trainer, loaders)
-        if self._loaders_of != trainer.current_epoch:
-            self._loaders_of = trainer.current_epoch
-            loaders = batch_reader.data_loaders(trainer)
-            self._is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
+        if self._loaders.epoch != trainer.current_epoch:
+            self._loaders = LoadersOfEpoch.of(trainer, is_at_start=batch_idx == 0)
+            if batch_idx == 0:
+                self._find_stale_samplers(trainer, batch_reader.data_loaders(trainer))
         if self._late_epochs:
             self._find_replayed_order(trainer)
         if self._has_no_pairs:
@@ -245,9 +240,9 @@ class BatchCheck(RankCheck, default=True):
             "rows": read.samples,
             "content": read.content,
             "distinct": read.distinct,
-            "is_iterable": self._is_iterable,
+            "is_iterable": self._loaders.is_iterable,
             "read_step": read.read_step,
-            "order": self._order,
+            "order": self._loaders.order,
             "random_state": random_state,
             "began_again": began_again,
             "resumed_batch": self._resumed_at[0],

@@ -213,6 +213,27 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
+class LoadersOfEpoch(NamedTuple):
+    """What the loaders of an epoch are, which are the same in all its steps.
+
+    Attributes:
+        epoch: Number of the epoch.
+        is_iterable: Whether one of them reads an iterable data set.
+        order: Number of the order that ranks divide. 0 if it is not known.
+    """
+
+    epoch: int
+    is_iterable: bool
+    order: int
+
+    @classmethod
+    def of(cls, trainer: Trainer, *, is_at_start: bool) -> LoadersOfEpoch:
+        """Read the present loaders. The order is known at the start of an epoch only."""
+        loaders = data_loaders(trainer)
+        order = drawn_order(loaders[0]) if loaders and is_at_start else 0
+        return cls(trainer.current_epoch, any(map(is_iterable, loaders)), order)
+
+
 def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
     """Return the rows of this rank's full batches and of its last one, or zeros if they cannot be known."""
     # only torch's BatchSampler cuts a known number of rows

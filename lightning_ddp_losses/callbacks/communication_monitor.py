@@ -81,8 +81,9 @@ class CommunicationMonitor(RankCheck, default=True):
         self.runner.row_exchange.report.log_step(trainer, _figures(calls, 1), self.runner.step)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave the dispatch mode."""
+        """Leave the dispatch mode and drop references to the fit."""
         self._stop_watching()
+        vars(self).pop("_snapshot", None)
 
     def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None

@@ -164,6 +164,7 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
+        vars(self).pop("_snapshot", None)
         self._gradients, self._judged, self._loss = StepGradients(), StepGradients(), None
 
     # ------------------------------------------------------------------ facts

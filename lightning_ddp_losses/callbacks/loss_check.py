@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -148,6 +148,7 @@ class LossCheck(RankCheck, default=True):
         """Give the strategy its method back and close the file."""
         if self._replaces_step:
             vars(trainer.strategy).pop("training_step", None)
+        vars(self).pop("_results", None)
         self._history.close()
 
     # ------------------------------------------------------------------ facts
@@ -188,10 +189,18 @@ class LossCheck(RankCheck, default=True):
         return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer, validation=True))
 
     def _read_training_names(self) -> Numbers:
-        return self._values.names_of_epoch(self.runner.trainer)
+        local = self._values.numbers_of_one_rank(self.runner.trainer)
+        return self.runner.epoch_ends.ends[CheckStage.TRAIN_LOGGED].numbers() | local
+
+    def _see_training_names(self, columns: Columns) -> None:
+        self.runner.epoch_ends.ends[CheckStage.TRAIN_LOGGED].take(columns)
 
     def _read_validation_names(self) -> Numbers:
-        return self._values.names_of_epoch(self.runner.trainer, validation=True)
+        local = self._values.numbers_of_one_rank(self.runner.trainer, validation=True)
+        return self.runner.epoch_ends.ends[CheckStage.VALIDATION_LOGGED].numbers() | local
+
+    def _see_validation_names(self, columns: Columns) -> None:
+        self.runner.epoch_ends.ends[CheckStage.VALIDATION_LOGGED].take(columns)
 
     def _see_epoch(self, columns: Columns) -> None:
         self._values.keep_true_means(columns)
@@ -207,9 +216,11 @@ class LossCheck(RankCheck, default=True):
         Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses),
         Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses),
         Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_training_epoch, compare_names, _see_epoch),
-        Fact("logged names", CheckStage.TRAIN_LOGGED, _read_training_names, compare_epoch),
+        Fact("logged names", CheckStage.TRAIN_LOGGED, _read_training_names, compare_epoch, _see_training_names),
         Fact("logged means", CheckStage.VALIDATION_EPOCH_END, _read_validation_epoch, compare_names, _see_epoch),
-        Fact("logged names", CheckStage.VALIDATION_LOGGED, _read_validation_names, compare_epoch),
+        Fact(
+            "logged names", CheckStage.VALIDATION_LOGGED, _read_validation_names, compare_epoch, _see_validation_names
+        ),
         Fact("logged values", CheckStage.EPOCH_START, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.VALIDATION_END, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.TRAIN_END, _read_logged, compare_logged, _see_logged),
@@ -320,9 +331,18 @@ class LoggedValues:
         logged = id(results), len(results)  # names are never taken out
         if logged != self._logged:
             self._logged = logged
-            self.keys = sorted(name_of_log(key, value) for key, value in results.items() if needs_all_ranks(value))
-            self._hash = hash_text("; ".join(self.keys))
+            self._keep_keys(results.items())
         return self._hash
+
+    def _hash_keys_of_epoch(self, results: Any) -> int:
+        """Return the same of the names that were logged in this epoch."""
+        self._logged = 0, 0
+        self._keep_keys((key, value) for key, value in results.items() if not value.has_reset)
+        return self._hash
+
+    def _keep_keys(self, logged: Iterable[tuple[str, Any]]) -> None:
+        self.keys = sorted(name_of_log(key, value) for key, value in logged if needs_all_ranks(value))
+        self._hash = hash_text("; ".join(self.keys))
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
@@ -333,8 +353,8 @@ class LoggedValues:
             if _is_global_mean(result) and not compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
-    def names_of_epoch(self, trainer: Trainer, *, validation: bool = False) -> dict[str, int]:
-        """Return hashes of the names that are reduced and of the values that are not, of all hooks of the epoch.
+    def numbers_of_one_rank(self, trainer: Trainer, *, validation: bool = False) -> dict[str, int]:
+        """Return a hash of the values that are not reduced, of all hooks of the epoch. Keep the names that are.
 
         Values that decide are left out: they are compared once they are there for the callbacks that watch them.
         """
@@ -343,11 +363,12 @@ class LoggedValues:
         for name in _monitored_names(trainer):
             values.pop(name, None)
         self.local_values = values
-        return {"keys": self.hash_keys(results), "local_values": hash_text("; ".join(map(repr, values.items())))}
+        self._hash_keys_of_epoch(results)
+        return {"local_values": hash_text("; ".join(map(repr, values.items())))}
 
     def numbers_of_epoch(self, results: Any) -> dict[str, Any]:
         """Return hashes of the names that are reduced and of the names of means, then sum and rows of each."""
-        keys = self.hash_keys(results)
+        keys = self._hash_keys_of_epoch(results)
         sums = dict(sorted(self._sums(results)))
         numbers: dict[str, Any] = {"keys": keys, "names": hash_text("; ".join(sums))}
         for name, (total, rows) in sums.items():

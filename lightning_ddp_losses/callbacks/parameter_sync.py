@@ -82,7 +82,9 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
+        vars(self).pop("_snapshot", None)
         self._parameters, self._parts, self._judged = {}, {}, None
+        self._described = None
 
     # ------------------------------------------------------------------ facts
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_ddp_losses.callbacks.findings import FAILED, Finding, group_by_cause, text_of_errors
+from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, group_by_cause, text_of_errors
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.user_line import package_of
 from lightning_ddp_losses.errors import DDPLossError, expect
@@ -36,6 +36,10 @@ MOST_RANKS_ONE_BY_ONE = 8
 """With more ranks, only the smallest and the largest figure is reported."""
 
 _MOST_FIGURES = 4  # of a check, that the table shows
+_BEFORE_REDUCTIONS = (
+    *(CheckStage.TRAIN_EPOCH_END.value, CheckStage.TRAIN_LOGGED.value),
+    *(CheckStage.VALIDATION_EPOCH_END.value, CheckStage.VALIDATION_LOGGED.value),
+)  # stages whose logged values are reduced next: other names on a rank are a hang, or values that are mixed
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
@@ -135,6 +139,8 @@ class Report:
             action = check_action.get(severity) or self._settings.actions[severity]
             if finding.fault == FAILED and finding.graded and action == "raise":
                 action = "warn"
+            if finding.fault == "F46" and finding.moment in _BEFORE_REDUCTIONS:
+                action = "raise"
             if action == "raise":
                 raising.append(finding)
                 if is_new:

@@ -87,7 +87,6 @@ class CheckRunner(Callback):
         module: As given.
         checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
         steps: Batches of this fit that made an optimizer step.
-        batches: Training batches of this fit.
         epoch_ends: Runs the stages at the end of an epoch, and knows where values were logged.
         rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
@@ -101,7 +100,7 @@ class CheckRunner(Callback):
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.steps = self.batches = 0
+        self.steps = 0
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
@@ -109,7 +108,6 @@ class CheckRunner(Callback):
         self.row_exchange = RowExchange(trainer, module, self.checks, watch, Report(settings, folder), self._blind)
         self.batch, self.rows_in_strategy_handshake = Batch(is_first=True), False
         self._shared: dict[Callable[..., Any], Any] = {}
-        self._at_batch_end: list[Callable[[], None]] = []
         self.parameters = ReplicatedParameters(trainer, module)
         # checks by the observation that they override, and ids of our checks that failed on this rank
         self._observers: dict[str, list[Check]] = {}
@@ -146,9 +144,7 @@ class CheckRunner(Callback):
     def shared(self, make: Callable[[CheckRunner], T]) -> T:
         """Return the object of this kind that all checks share. The first call makes it. It may have ``batch_end()`` and ``close()``."""
         if make not in self._shared:
-            made = self._shared[make] = make(self)
-            if hasattr(made, "batch_end"):
-                self._at_batch_end.append(made.batch_end)
+            self._shared[make] = make(self)
         return self._shared[make]  # type: ignore[no-any-return]
 
     def replicated_parameters(self) -> dict[str, Tensor]:
@@ -216,7 +212,6 @@ class CheckRunner(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Let the checks see a training batch. Before the first step they may try it out."""
         self.batch.parameters = None
-        self.batches += 1
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:
@@ -306,8 +301,9 @@ class CheckRunner(Callback):
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
         self.batch = Batch()
-        for batch_end in self._at_batch_end:
-            batch_end()
+        for shared in self._shared.values():
+            if hasattr(shared, "batch_end"):
+                shared.batch_end()
         self._observe("see_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -402,7 +398,6 @@ class CheckRunner(Callback):
             if hasattr(shared, "close"):
                 shared.close()
         self._shared.clear()
-        self._at_batch_end.clear()
         for check in self.checks:
             check.join(None)
 

@@ -947,9 +947,9 @@ def after_new_log(results: Any, function: Callable[[str, Any], object]) -> Calla
     return _patch(results, "log", log_and_call)
 
 
-def unread_epoch_values(results: Any) -> list[Any]:
-    """Return the logged results that have an epoch value which was not computed since they were logged."""
-    return [result for _, result in results.valid_items() if result.meta.on_epoch and not is_reduced(result)]
+def unread_epoch_values(results: Any) -> dict[str, Any]:
+    """Return the logged results that have an epoch value which was not computed since they were logged, by Lightning's key."""
+    return {key: result for key, result in results.valid_items() if result.meta.on_epoch and not is_reduced(result)}
 
 
 def reduce_epoch_value(results: Any, result: Any) -> None:

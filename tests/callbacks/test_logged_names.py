@@ -280,8 +280,8 @@ class LogsOnRankZero(Callback):
     on_validation_epoch_end = on_train_epoch_end
 
 
-def run_with_logs_on_rank_zero(stage: str, strategy: str) -> None:
-    callbacks = [LogsOnRankZero(), DDPChecks(file=False, summary=False), ReadsOnRankZero()]
+def run_with_logs_on_rank_zero(stage: str, strategy: str, action: str) -> None:
+    callbacks = [LogsOnRankZero(), DDPChecks(file=False, summary=False, action=action), ReadsOnRankZero()]
     trainer = make_trainer(strategy, callbacks=callbacks)
     rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
     module = Logs("training_step", "equal")
@@ -293,6 +293,55 @@ def run_with_logs_on_rank_zero(stage: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_a_log_of_a_callback_on_one_rank_is_named(pool: RankPool, stage: str, strategy: str) -> None:
-    errors = pool.errors(2, run_with_logs_on_rank_zero, stage, strategy)
+@pytest.mark.parametrize("action", ["raise", "warn", "log"])
+def test_a_log_of_a_callback_on_one_rank_is_named(pool: RankPool, stage: str, strategy: str, action: str) -> None:
+    """With any action: the reduction that follows would wait for ever, or mix values of other names."""
+    errors = pool.errors(2, run_with_logs_on_rank_zero, stage, strategy, action)
     assert_errors(errors, "LossCheck, F46", "of rank 0", "logged at test_logged_names.py:", "rank 1: nothing more")
+
+
+class HalfLogged(Logs):
+    """Reads on rank 0 in the middle of its hook, and logs another value after it."""
+
+    def __init__(self) -> None:
+        super().__init__("training_step", "equal")
+
+    def on_train_epoch_end(self) -> None:
+        options: dict[str, Any] = {"sync_dist": True, "batch_size": 1}
+        self.log("first", 1.0 + dist.get_rank(), **options)
+        if self.trainer.is_global_zero:
+            assert isinstance(self.trainer.callback_metrics, dict)
+        self.log("second", 3.0 + dist.get_rank(), **options)
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+class HalfLogging(Callback):
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        HalfLogged.on_train_epoch_end(module)  # type: ignore[arg-type]
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+def run_half_logged(stage: str, strategy: str, where: str) -> dict[str, float]:
+    callbacks: list[Callback] = [DDPChecks(file=False, summary=False)]
+    if where == "callback":
+        callbacks.append(HalfLogging())
+    trainer = make_trainer(strategy, callbacks=callbacks)
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    module = HalfLogged() if where == "module" else Logs("training_step", "equal")
+    if stage == "fit":
+        trainer.fit(module, rows, rows)
+    else:
+        trainer.validate(module, rows, verbose=False)
+    return {name: float(trainer.callback_metrics[name]) for name in ("first", "second")}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("where", ["module", "callback"])
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_hook_that_reads_on_one_rank_before_it_logs_more(
+    pool: RankPool, stage: str, where: str, strategy: str
+) -> None:
+    for values in pool.run(2, run_half_logged, stage, strategy, where):
+        assert values == {"first": 1.5, "second": 3.5}

@@ -61,7 +61,7 @@ HEALTHY: dict[Rule, Columns] = {
         **{"micro_batches": ((1.0, 2.0),) * 3, "divisors": ((4.0, 4.0),) * 3},
     },
     loss_rules.compare_names: {"keys": (1, 1, 1), "names": (3, 3, 3)},
-    loss_rules.compare_epoch: {"keys": (1, 1, 1), "local_values": (2, 2, 2)},
+    loss_rules.compare_epoch: {"waiting": ((5, 7), (5, 7), (5, 7)), "is_last": (1, 1, 1), "local_values": (2, 2, 2)},
     loss_rules.compare_logged: {
         **{MEAN: (2.0, 2.0, 2.0), "monitors": (1, 1, 1), SUM: (8.0, 8.0, 4.0), ROWS: (4.0, 4.0, 2.0)},
         **{"monitored acc": ((0.5,),) * 3, "monitored later": ((), (), ())},
@@ -125,7 +125,14 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (loss_rules.compare_losses, {"zero_steps": (-1, 5, -1), "step": (-1, -1, -1)}, []),  # no loss yet
     (loss_rules.compare_losses, {"divisors": ((4.0, 2.0), (4.0, 4.0), (4.0, 2.0))}, [("F30", ())]),
     (loss_rules.compare_names, {"keys": (1, 1, 2)}, [("F46", (2,))]),
-    (loss_rules.compare_epoch, {"keys": (1, 1, 2)}, [("F46", (2,))]),
+    (loss_rules.compare_epoch, {"waiting": ((5, 7), (5, 7), (5,))}, [("F46", (2,))]),
+    (loss_rules.compare_epoch, {"waiting": ((5,), (5,), ()), "is_last": (0, 0, 1)}, [("F46", (2,))]),
+    # a rank reads in the middle of its hook, and will log more
+    (
+        loss_rules.compare_epoch,
+        {"waiting": ((5, 7), (5,), (5, 7)), "is_last": (1, 0, 1), "local_values": (1, 2, 1)},
+        [],
+    ),
     (loss_rules.compare_epoch, {"local_values": (1, 2, 2)}, [("F56", ())]),
     (loss_rules.compare_logged, {MEAN: (2.2, 2.2, 2.2)}, [("F82", ())]),
     (loss_rules.compare_logged, {MEAN: (math.nan,) * 3}, []),

@@ -6,6 +6,10 @@ other ranks then join when Lightning reads them, and may not wait for rank 0 any
 * at the end of the batches, before any hook,
 * when a hook of the end that has logged more returns (`HookEnd`), and on a rank that reads in the hook when it reads (`EpochEnd`).
 
+A rank that reads in the middle of a hook may log more after it, which the hooks of other ranks have logged by then. So ranks compare and
+reduce in rounds. A round reduces the values that wait on all ranks. A rank with further ones takes part in another round. All ranks leave
+the end of the epoch in the same round, with the same values. A round without a common value is the fault F46.
+
 `EpochEnds` is what the runner of checks uses.
 """
 
@@ -19,8 +23,10 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from lightning_ddp_losses.callbacks.facts.fact import Columns
 from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.user_line import users_line
 
 _LOGGED_IN = {
@@ -52,12 +58,13 @@ class EpochEnds:
 
     Attributes:
         lines: The user's line of each name that this rank has logged.
+        ends: The end of each epoch, by the stage that compares its values.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, run_stage: Callable[[CheckStage], None]) -> None:
         self.lines: dict[str, str] = {}
         self._trainer, self._module, self._run_stage = trainer, module, run_stage
-        self._ends: dict[CheckStage, EpochEnd] = {}
+        self.ends: dict[CheckStage, EpochEnd] = {}
         self._undo: list[Callable[[], object]] = []
         self._undo_evaluation: Callable[[], object] | None = None
 
@@ -69,13 +76,13 @@ class EpochEnds:
         }
         for stage, loop in loops.items():
             end = EpochEnd(compat.logged_results(loop), partial(self._run_stage, stage), self.lines)
-            self._ends[stage] = end
+            self.ends[stage] = end
             self._undo.append(end.remove)
         self._undo.append(compat.before_training_epoch_end(self._trainer, self._judge_training))
         # after several loaders in turn. The values of one are reduced before
         self._undo.append(compat.before_evaluation_epoch_end(self._trainer, self._judge_evaluation))
         for hook, stage in _LOGGED_IN.items():
-            end = self._ends[stage]
+            end = self.ends[stage]
             for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
                 if getattr(type(callback), hook) is not getattr(Callback, hook):
                     self._undo.append(HookEnd(callback, hook, end.hook_end).remove)
@@ -90,12 +97,12 @@ class EpochEnds:
 
     def close(self, stage: CheckStage) -> None:
         """Another epoch begins: its values are read in steps."""
-        self._ends[stage].close()
+        self.ends[stage].close()
 
     def _judge_training(self) -> None:
         """Judge metrics and names of logged values before any hook of the end of the epoch may read them."""
         self._run_stage(CheckStage.TRAIN_EPOCH_END)
-        self._ends[CheckStage.TRAIN_LOGGED].begin()
+        self.ends[CheckStage.TRAIN_LOGGED].begin()
 
     def start_evaluation(self) -> None:
         """Judge this evaluation before its values are reduced."""
@@ -109,7 +116,7 @@ class EpochEnds:
             undo()
             self._run_stage(CheckStage.VALIDATION_EPOCH_END)
             if not self._trainer.sanity_checking:
-                self._ends[CheckStage.VALIDATION_LOGGED].begin()
+                self.ends[CheckStage.VALIDATION_LOGGED].begin()
 
 
 class EpochEnd:
@@ -117,13 +124,21 @@ class EpochEnd:
 
     Args:
         results: Logged values of a loop.
-        judge: Function that compares them on all ranks.
+        judge: Function that compares them on all ranks. It calls ``take`` with the columns, if a check compares names.
         lines: Gets the user's line of each name that is logged.
+
+    Attributes:
+        waiting: Values that wait to be reduced, by name.
+        is_last: True if this rank's last hook has returned.
     """
 
     def __init__(self, results: Any, judge: Callable[[], None], lines: dict[str, str]) -> None:
         self._results, self._judge, self._lines = results, judge, lines
-        self._is_open = self._was_judged = False
+        self._is_open = False
+        self.waiting: dict[str, Any] = {}
+        self.is_last = False
+        self._common: set[str] = set()  # names that wait on all ranks
+        self._is_over = False
         undo_reading = compat.before_reading_epoch(results, self.hook_end)
         undo_log = compat.after_new_log(results, self._note_line)
         self._undo = [undo_reading, undo_log]
@@ -138,7 +153,8 @@ class EpochEnd:
 
     def begin(self) -> None:
         """Reduce the values of the batches, which have been compared. The hooks of the end follow."""
-        self._is_open, self._was_judged = True, False
+        self._is_open = True
+        self._find_waiting()
         self._reduce()
 
     def close(self) -> None:
@@ -147,24 +163,44 @@ class EpochEnd:
 
     def hook_end(self) -> None:
         """Compare and reduce values that were logged since the last call, if there are any."""
-        if self._is_open and self._unreduced():
-            self._was_judged = True
-            self._judge()
-            self._reduce()
+        self.is_last = False
+        self._find_waiting()
+        while self._is_open and self.waiting:
+            self._meet()
 
     def module_hook_end(self) -> None:
-        """Do the same in the last hook. What ranks log alone is compared there too."""
-        if not self._was_judged:
-            self._was_judged = True
-            self._judge()
-        self.hook_end()
+        """Do the same in the last hook, until all ranks are there. What ranks log alone is compared there too."""
+        self.is_last, self._is_over = True, not self._is_open
+        self._find_waiting()
+        while not self._is_over:
+            self._meet()
 
-    def _unreduced(self) -> list[Any]:
-        return [result for result in compat.unread_epoch_values(self._results) if needs_all_ranks(result)]
+    def _meet(self) -> None:
+        """Compare the names that wait, and reduce those that wait on all ranks. It is over if all ranks are in their last hook."""
+        self._is_over = True  # unless a check that compares names finds otherwise
+        self._judge()
+        self._reduce()
+        self._find_waiting()
+
+    def numbers(self) -> dict[str, Any]:
+        """Return hashes of the names that wait on this rank, and whether its last hook has returned."""
+        return {"waiting": sorted(map(hash_text, self.waiting)), "is_last": self.is_last}
+
+    def take(self, columns: Columns) -> None:
+        """Take the names that wait on all ranks."""
+        names = columns["waiting"]
+        common = set.intersection(*map(set, names))
+        self._common = {name for name in self.waiting if hash_text(name) in common}
+        self._is_over = all(columns["is_last"]) and len(set(names)) == 1
+
+    def _find_waiting(self) -> None:
+        unread = compat.unread_epoch_values(self._results)
+        self.waiting = {name_of_log(key, value): value for key, value in unread.items() if needs_all_ranks(value)}
+        self._common = set(self.waiting)
 
     def _reduce(self) -> None:
-        for result in self._unreduced():
-            compat.reduce_epoch_value(self._results, result)
+        for name in sorted(self._common):
+            compat.reduce_epoch_value(self._results, self.waiting[name])
 
 
 class HookEnd:

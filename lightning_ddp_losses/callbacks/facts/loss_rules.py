@@ -142,9 +142,16 @@ def compare_names(columns: Columns) -> list[Finding]:
 
 
 def compare_epoch(columns: Columns) -> list[Finding]:
-    """F46, F56, before the names are known: what all hooks of an epoch have logged."""
-    found = compare_names(columns)
-    if len(set(columns["local_values"])) > 1:
+    """F46, F56, before the names are known: what the hooks at the end of an epoch have logged by now.
+
+    A rank may read in the middle of a hook, where fewer names wait. Those that wait on all ranks are reduced, and ranks meet again.
+    """
+    waiting = [tuple(names) for names in columns["waiting"]]
+    have_all_ended = all(columns["is_last"])
+    found = []
+    if have_all_ended or not set.intersection(*map(set, waiting)):
+        found = differing(waiting, "F46", name="log keys")
+    if have_all_ended and len(set(columns["local_values"])) > 1:
         found.append(Finding("F56", "logged values", name="logged values"))
     return found
 
