@@ -30,11 +30,35 @@ from lightning_ddp_losses.callbacks.facts.rules import (
     odd_replicas,
 )
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing_columns
-from lightning_ddp_losses.distributed.fingerprint import hash_lines
+from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.strategies.fsdp_losses import replicated_dim
 
 _EQUAL = ("structure", "values", "place", "parts")  # on all ranks, unless parts have replicas
+
+
+class SentFingerprints:
+    """Holds fingerprints of slices on their way to the host. Ranks compare one number, and single names only if it differs.
+
+    Args:
+        slices: Slices of tensors.
+        tensors: Those tensors by name.
+    """
+
+    def __init__(self, slices: Sequence[replicas.TensorSlice], tensors: Mapping[str, Tensor]) -> None:
+        self._slices = slices
+        self._numbers = start_fingerprints(each.of(tensors[each.name]) for each in slices)
+
+    def combined(self) -> int:
+        """Return one number for all fingerprints, by their order."""
+        return combine(self._numbers.read())
+
+    def values(self) -> dict[str, list[int]]:
+        """Return the fingerprints by name."""
+        found: dict[str, list[int]] = {}
+        for each, value in zip(self._slices, self._numbers.read(), strict=True):
+            found.setdefault(each.name, []).append(value)
+        return found
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -73,7 +97,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         self._parts: dict[str, Tensor] = {}
         # of the stage that is judged: parameters, fingerprints of slices and of parts, and knowledge that may explain a difference
         self._parameters: Mapping[str, Tensor] = {}
-        self._judged: tuple[replicas.SentFingerprints, replicas.SentFingerprints, StepState] | None = None
+        self._judged: tuple[SentFingerprints, SentFingerprints, StepState] | None = None
         self._is_first_step = True
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -129,9 +153,9 @@ class ParameterSyncCheck(RankCheck, default=True):
             self._structure = hash_lines(_descriptions(self.runner.module, parameters, buffers=False))
         number = self.runner.step // self.every_n_steps
         slices = self._slices.turn(parameters, number, is_full=is_full)
-        sent = replicas.SentFingerprints(slices, parameters)
+        sent = SentFingerprints(slices, parameters)
         part_slices = self._part_slices.turn(self._parts, number, is_full=is_full)
-        parts = replicas.SentFingerprints(part_slices, self._parts)
+        parts = SentFingerprints(part_slices, self._parts)
         state = StepState(self.runner, self._snapshot, parameters, slices)
         structure, place = self._structure, self._place
 

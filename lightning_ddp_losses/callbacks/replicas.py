@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.fingerprint import combine, start_fingerprints
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
@@ -148,30 +147,6 @@ def dense_gradients(
         grad = parameters[each.name].grad
         if grad is not None and not grad.is_sparse and grad.numel():
             yield each, each.of(grad)
-
-
-class SentFingerprints:
-    """Holds fingerprints of slices on their way to the host. Ranks compare one number, and single names only if it differs.
-
-    Args:
-        slices: Slices of tensors.
-        tensors: Those tensors by name.
-    """
-
-    def __init__(self, slices: Sequence[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
-        self._slices = slices
-        self._numbers = start_fingerprints(each.of(tensors[each.name]) for each in slices)
-
-    def combined(self) -> int:
-        """Return one number for all fingerprints, by their order."""
-        return combine(self._numbers.read())
-
-    def values(self) -> dict[str, list[int]]:
-        """Return the fingerprints by name."""
-        found: dict[str, list[int]] = {}
-        for each, value in zip(self._slices, self._numbers.read(), strict=True):
-            found.setdefault(each.name, []).append(value)
-        return found
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:
