@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
@@ -345,3 +346,79 @@ def test_a_hook_that_reads_on_one_rank_before_it_logs_more(
 ) -> None:
     for values in pool.run(2, run_half_logged, stage, strategy, where):
         assert values == {"first": 1.5, "second": 3.5}
+
+
+# ---------------------------------------------------------------------- what a hook does at the end of an epoch, step by step
+
+ALL, FIRST, SECOND = (0, 1), (0,), (1,)
+Steps = list[tuple[str, tuple[int, ...]]]  # a name that is logged, or "read" or "metrics", and the ranks that do it
+
+# by name: the steps of each epoch, and a name that the error has. Empty for the same values on all ranks
+SCRIPTS: dict[str, tuple[list[Steps], str]] = {
+    "read twice": ([[("a", ALL), ("read", FIRST), ("b", ALL), ("read", FIRST), ("c", ALL)]] * 2, ""),
+    "both read, at other places": ([[("a", ALL), ("read", FIRST), ("b", ALL), ("read", SECOND), ("c", ALL)]] * 2, ""),
+    "another order next": ([[("a", ALL), ("b", ALL)], [("b", ALL), ("read", SECOND), ("a", ALL)]], ""),
+    "read before anything": ([[("read", FIRST), ("a", ALL)]] * 2, ""),
+    "read after everything": ([[("a", ALL), ("read", SECOND)]] * 2, ""),
+    "a metric": ([[("metric", ALL), ("read", FIRST), ("a", ALL)]] * 2, ""),
+    "less after a read": ([[("a", ALL), ("read", FIRST), ("b", SECOND)]], "b"),
+    "more after a read": ([[("a", ALL), ("read", FIRST), ("b", FIRST)]], "b"),
+    "other names at reads": ([[("a", FIRST), ("b", SECOND), ("read", ALL)]], "a"),
+    "the name of an earlier epoch": ([[("a", ALL), ("b", ALL)], [("a", ALL), ("b", SECOND)]], "b"),
+    "nothing on a rank": ([[("a", ALL)], [("a", SECOND)]], "a"),
+    "a metric on a rank": ([[("a", ALL), ("metric", FIRST)]], "metric"),
+}
+
+
+class Scripted(Logs):
+    def __init__(self, epochs: list[Steps]) -> None:
+        super().__init__("training_step", "equal")
+        self.epochs, self.found = epochs, MeanMetric()
+
+    def on_train_epoch_end(self) -> None:
+        follow(self, self.epochs[self.current_epoch])
+
+
+class ScriptedCallback(Callback):
+    def __init__(self, epochs: list[Steps]) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        follow(module, self.epochs[module.current_epoch])
+
+
+def follow(module: Any, steps: Steps) -> None:
+    for what, ranks in steps:
+        if dist.get_rank() not in ranks:
+            continue
+        if what == "read":
+            assert isinstance(module.trainer.callback_metrics, dict)
+        elif what == "metric":
+            module.found.update(1.0 + dist.get_rank())
+            module.log(what, module.found)
+        else:
+            module.log(what, 1.0 + dist.get_rank(), sync_dist=True)
+
+
+def run_script(name: str, strategy: str, where: str, action: str) -> dict[str, float]:
+    epochs, _ = SCRIPTS[name]
+    callbacks: list[Callback] = [DDPChecks(file=False, summary=False, action=action)]
+    if where == "callback":
+        callbacks.insert(0, ScriptedCallback(epochs))
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=len(epochs))
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    trainer.fit(Scripted(epochs if where == "module" else [[]] * len(epochs)), rows, rows)
+    return {name: float(trainer.callback_metrics[name]) for name, _ in epochs[-1] if name != "read"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("where", ["module", "callback"])
+def test_steps_of_a_hook(pool: RankPool, where: str, strategy: str) -> None:
+    for name, (epochs, wrong) in SCRIPTS.items():
+        for action in ("raise", "warn"):
+            if wrong:
+                errors = pool.errors(2, run_script, name, strategy, where, action)
+                assert_errors(errors, "LossCheck, F46", f"{wrong} (on_train_epoch_end)")
+            elif action == "raise":
+                expected = {what: 1.5 for what, _ in epochs[-1] if what != "read"}
+                assert pool.run(2, run_script, name, strategy, where, action) == [expected] * 2, name
