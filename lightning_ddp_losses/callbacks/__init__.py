@@ -34,7 +34,8 @@ To add a check:
 2. ``facts``: what it reads, at which stage, and the rule over it. ``read`` returns this rank's numbers by name. Do not wait for numbers of
    a device: return a function that reads a ``HostNumbers`` when they travel. Numbers share a handshake, which grows with them, so keep
    yours few. The rule goes into ``facts/rules.py``. It gets the columns of all ranks by the same names, and returns findings. It decides
-   from the columns alone, so that every rank has the same findings. Evidence of earlier steps becomes a column in ``see``. A list may be
+   from the columns alone, so that every rank has the same findings. It is not called where the columns in ``equal`` and ``zero`` show that
+   it finds nothing. Evidence of earlier steps becomes a column in ``see``. A list may be
    of another length on another rank. A check outside this package may have ``stages``, ``measure`` and ``judge`` instead, which work on
    a row of numbers and the table of all rows (``facts/user_rows.py``).
 3. Facts after a step are judged at the next step, the first ones at once (``runner``). Nothing is read in between, so that ``describe``

@@ -80,16 +80,29 @@ class SentBuffer:
 
 
 class BufferSlot(NamedTuple):
-    """Names the place of a buffer. The tensor there may be replaced."""
+    """Names the place of a buffer. The tensor there may be replaced.
+
+    Attributes:
+        path: Name of the buffer in the module.
+        owner: Module that holds it.
+        name: Its name there.
+        is_queue: True if it holds rows of earlier batches.
+        is_own: True if neither a loss nor a metric holds it, and it is no queue.
+    """
 
     path: str
     owner: nn.Module
     name: str
-    is_queue: bool
+    is_queue: bool = False
+    is_own: bool = False
 
 
-def compared_slots(module: nn.Module) -> list[BufferSlot]:
-    """Return the buffers of losses and metrics, and all queues, except those of batch norm and those that DDP ignores."""
+def buffer_slots(module: nn.Module) -> list[BufferSlot]:
+    """Return the compared buffers, except those of batch norm and those that DDP ignores.
+
+    They are the buffers of losses and metrics, all queues, and those buffers of other modules that a checkpoint holds if they are floats or
+    complex: running means, centres, codebooks. Buffers that are no part of a checkpoint are caches. A cache may differ between ranks.
+    """
     ignored = frozenset(getattr(module, DDP_IGNORES, ()))
     found: list[BufferSlot] = []
     for path, inner in module.named_modules():
@@ -100,28 +113,15 @@ def compared_slots(module: nn.Module) -> list[BufferSlot]:
         is_objective = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
         for name, buffer in compat.buffer_slots(inner).items():
             full_name = f"{path}.{name}".removeprefix(".")
+            if full_name in ignored:
+                continue
             is_queue = any(word in name.lower() for word in _QUEUE_WORDS) or "CrossBatchMemory" in names
             has_rows = buffer is not None and not is_lazy(buffer) and buffer.ndim >= 1 and buffer.shape[0] > 1
-            if full_name not in ignored and (is_objective or (is_queue and has_rows)):
-                found.append(BufferSlot(full_name, inner, name, is_queue and has_rows))
-    return found
-
-
-def own_slots(module: nn.Module) -> list[BufferSlot]:
-    """Return the other buffers that a checkpoint holds, if they are floats or complex: running means, centres, codebooks.
-
-    Buffers that are no part of a checkpoint are caches. A cache may differ between ranks.
-    """
-    taken = {slot.path for slot in compared_slots(module)}.union(getattr(module, DDP_IGNORES, ()))
-    found: list[BufferSlot] = []
-    for path, inner in module.named_modules():
-        if isinstance(inner, compat.NORM_TYPES):
-            continue
-        for name, buffer in compat.buffer_slots(inner).items():
-            full_name = f"{path}.{name}".removeprefix(".")
             is_number = buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
-            if is_number and full_name not in taken and compat.is_persistent(inner, name):
-                found.append(BufferSlot(full_name, inner, name, is_queue=False))
+            if is_objective or (is_queue and has_rows):
+                found.append(BufferSlot(full_name, inner, name, is_queue=is_queue and has_rows))
+            elif is_number and compat.is_persistent(inner, name):
+                found.append(BufferSlot(full_name, inner, name, is_own=True))
     return found
 
 
@@ -310,7 +310,7 @@ class BufferSyncCheck(RankCheck, default=True):
     def _read_buffers(self) -> Numbers | Callable[[], Numbers]:
         """Start to read the compared buffers. Return a function that returns their number, and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
-            self._slots = compared_slots(self.runner.module)
+            self._slots = [slot for slot in buffer_slots(self.runner.module) if not slot.is_own]
         if not self._slots:
             self._buffers, self._judged = {}, {}
             return _NO_BUFFERS
@@ -324,7 +324,8 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def _read_own_buffers(self) -> Callable[[], Numbers]:
         """Start to read the buffers of the user's own modules. Return a function that returns the same of them."""
-        self._own_buffers, sent = _send(own_slots(self.runner.module))
+        slots = [slot for slot in buffer_slots(self.runner.module) if slot.is_own]
+        self._own_buffers, sent = _send(slots)
 
         def read() -> Numbers:
             self._own_judged = sent

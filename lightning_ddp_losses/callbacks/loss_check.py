@@ -22,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import IO, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +32,7 @@ from lightning_ddp_losses.callbacks import findings
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
-from lightning_ddp_losses.callbacks.facts.hook_ends import name_of_log, needs_all_ranks
+from lightning_ddp_losses.callbacks.facts.hook_ends import EpochEnd, name_of_log, needs_all_ranks
 from lightning_ddp_losses.callbacks.facts.loss_rules import (
     MEAN,
     MONITORED,
@@ -182,25 +183,19 @@ class LossCheck(RankCheck, default=True):
                 self._reader.stop_windows()
         columns["biased_steps"] = [sum(self._biased)]
 
-    def _read_training_epoch(self) -> Numbers:
-        return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer))
+    def _read_epoch(self, *, validation: bool = False) -> Numbers:
+        return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer, validation=validation))
 
-    def _read_validation_epoch(self) -> Numbers:
-        return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer, validation=True))
+    def _read_names(self, *, validation: bool = False) -> Numbers:
+        local = self._values.numbers_of_one_rank(self.runner.trainer, validation=validation)
+        return self._epoch_end(validation).numbers() | local
 
-    def _read_training_names(self) -> Numbers:
-        local = self._values.numbers_of_one_rank(self.runner.trainer)
-        return self.runner.epoch_ends.ends[CheckStage.TRAIN_LOGGED].numbers() | local
+    def _see_names(self, columns: Columns, *, validation: bool = False) -> None:
+        self._epoch_end(validation).take(columns)
 
-    def _see_training_names(self, columns: Columns) -> None:
-        self.runner.epoch_ends.ends[CheckStage.TRAIN_LOGGED].take(columns)
-
-    def _read_validation_names(self) -> Numbers:
-        local = self._values.numbers_of_one_rank(self.runner.trainer, validation=True)
-        return self.runner.epoch_ends.ends[CheckStage.VALIDATION_LOGGED].numbers() | local
-
-    def _see_validation_names(self, columns: Columns) -> None:
-        self.runner.epoch_ends.ends[CheckStage.VALIDATION_LOGGED].take(columns)
+    def _epoch_end(self, validation: bool) -> EpochEnd:
+        stage = CheckStage.VALIDATION_LOGGED if validation else CheckStage.TRAIN_LOGGED
+        return self.runner.epoch_ends.ends[stage]
 
     def _see_epoch(self, columns: Columns) -> None:
         self._values.keep_true_means(columns)
@@ -215,11 +210,15 @@ class LossCheck(RankCheck, default=True):
         Fact("losses", CheckStage.BEFORE_BACKWARD, _read_losses, compare_losses, _see_losses),
         Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses),
         Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses),
-        Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_training_epoch, compare_names, _see_epoch),
-        Fact("logged names", CheckStage.TRAIN_LOGGED, _read_training_names, compare_epoch, _see_training_names),
-        Fact("logged means", CheckStage.VALIDATION_EPOCH_END, _read_validation_epoch, compare_names, _see_epoch),
+        Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_epoch, compare_names, _see_epoch),
+        Fact("logged names", CheckStage.TRAIN_LOGGED, _read_names, compare_epoch, _see_names),
         Fact(
-            "logged names", CheckStage.VALIDATION_LOGGED, _read_validation_names, compare_epoch, _see_validation_names
+            *("logged means", CheckStage.VALIDATION_EPOCH_END, partial(_read_epoch, validation=True)),
+            *(compare_names, _see_epoch),
+        ),
+        Fact(
+            *("logged names", CheckStage.VALIDATION_LOGGED, partial(_read_names, validation=True)),
+            *(compare_epoch, partial(_see_names, validation=True)),
         ),
         Fact("logged values", CheckStage.EPOCH_START, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.VALIDATION_END, _read_logged, compare_logged, _see_logged),
