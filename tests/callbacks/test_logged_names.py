@@ -351,6 +351,7 @@ def test_a_hook_that_reads_on_one_rank_before_it_logs_more(
 # ---------------------------------------------------------------------- what a hook does at the end of an epoch, step by step
 
 ALL, FIRST, SECOND = (0, 1), (0,), (1,)
+NO_VALUE = ("read", "none")
 Steps = list[tuple[str, tuple[int, ...]]]  # a name that is logged, or "read" or "metrics", and the ranks that do it
 
 # by name: the steps of each epoch, and a name that the error has. Empty for the same values on all ranks
@@ -361,6 +362,7 @@ SCRIPTS: dict[str, tuple[list[Steps], str]] = {
     "read before anything": ([[("read", FIRST), ("a", ALL)]] * 2, ""),
     "read after everything": ([[("a", ALL), ("read", SECOND)]] * 2, ""),
     "a metric": ([[("metric", ALL), ("read", FIRST), ("a", ALL)]] * 2, ""),
+    "a metric without a number": ([[("none", ALL), ("a", ALL)]] * 2, ""),
     "less after a read": ([[("a", ALL), ("read", FIRST), ("b", SECOND)]], "b"),
     "more after a read": ([[("a", ALL), ("read", FIRST), ("b", FIRST)]], "b"),
     "other names at reads": ([[("a", FIRST), ("b", SECOND), ("read", ALL)]], "a"),
@@ -370,10 +372,18 @@ SCRIPTS: dict[str, tuple[list[Steps], str]] = {
 }
 
 
+class WithoutNumber(MeanMetric):
+    """A metric whose value Lightning never counts as read."""
+
+    def compute(self) -> Any:
+        super().compute()
+        return None
+
+
 class Scripted(Logs):
     def __init__(self, epochs: list[Steps]) -> None:
         super().__init__("training_step", "equal")
-        self.epochs, self.found = epochs, MeanMetric()
+        self.epochs, self.found, self.nothing = epochs, MeanMetric(), WithoutNumber()
 
     def on_train_epoch_end(self) -> None:
         follow(self, self.epochs[self.current_epoch])
@@ -396,6 +406,9 @@ def follow(module: Any, steps: Steps) -> None:
         elif what == "metric":
             module.found.update(1.0 + dist.get_rank())
             module.log(what, module.found)
+        elif what == "none":
+            module.nothing.update(1.0)
+            module.log(what, module.nothing)
         else:
             module.log(what, 1.0 + dist.get_rank(), sync_dist=True)
 
@@ -408,7 +421,7 @@ def run_script(name: str, strategy: str, where: str, action: str) -> dict[str, f
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=len(epochs))
     rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
     trainer.fit(Scripted(epochs if where == "module" else [[]] * len(epochs)), rows, rows)
-    return {name: float(trainer.callback_metrics[name]) for name, _ in epochs[-1] if name != "read"}
+    return {name: float(trainer.callback_metrics[name]) for name, _ in epochs[-1] if name not in NO_VALUE}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
@@ -420,5 +433,5 @@ def test_steps_of_a_hook(pool: RankPool, where: str, strategy: str) -> None:
                 errors = pool.errors(2, run_script, name, strategy, where, action)
                 assert_errors(errors, "LossCheck, F46", f"{wrong} (on_train_epoch_end)")
             elif action == "raise":
-                expected = {what: 1.5 for what, _ in epochs[-1] if what != "read"}
+                expected = {what: 1.5 for what, _ in epochs[-1] if what not in NO_VALUE}
                 assert pool.run(2, run_script, name, strategy, where, action) == [expected] * 2, name

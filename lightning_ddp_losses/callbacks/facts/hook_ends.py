@@ -180,7 +180,12 @@ class EpochEnd:
         self._is_over = True  # unless a check that compares names finds otherwise
         self._judge()
         self._reduce()
+        done = self._common
         self._find_waiting()
+        # a value that has no number stays unread, and waits no more
+        for name in done:
+            self.waiting.pop(name, None)
+        self._common -= done
 
     def numbers(self) -> dict[str, Any]:
         """Return hashes of the names that wait on this rank, and whether its last hook has returned."""

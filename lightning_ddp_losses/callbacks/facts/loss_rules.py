@@ -138,7 +138,7 @@ def uneven_micro_batches(columns: Columns) -> list[Finding]:
 
 def compare_names(columns: Columns) -> list[Finding]:
     """F46, before the names are known: what is reduced at the end of an epoch."""
-    return differing(columns["keys"], "F46", name="log keys")
+    return differing(columns["keys"], "F46", name="names of an epoch")
 
 
 def compare_epoch(columns: Columns) -> list[Finding]:
@@ -150,7 +150,7 @@ def compare_epoch(columns: Columns) -> list[Finding]:
     have_all_ended = all(columns["is_last"])
     found = []
     if have_all_ended or not set.intersection(*map(set, waiting)):
-        found = differing(waiting, "F46", name="log keys")
+        found = differing(waiting, "F46", name="names of an epoch")
     if have_all_ended and len(set(columns["local_values"])) > 1:
         found.append(Finding("F56", "logged values", name="logged values"))
     return found
