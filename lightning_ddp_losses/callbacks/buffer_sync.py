@@ -97,7 +97,7 @@ class BufferSlot(NamedTuple):
     is_own: bool = False
 
 
-def buffer_slots(module: nn.Module) -> list[BufferSlot]:
+def compared_buffers(module: nn.Module) -> list[BufferSlot]:
     """Return the compared buffers, except those of batch norm and those that DDP ignores.
 
     They are the buffers of losses and metrics, all queues, and those buffers of other modules that a checkpoint holds if they are floats or
@@ -310,7 +310,7 @@ class BufferSyncCheck(RankCheck, default=True):
     def _read_buffers(self) -> Numbers | Callable[[], Numbers]:
         """Start to read the compared buffers. Return a function that returns their number, and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
-            self._slots = [slot for slot in buffer_slots(self.runner.module) if not slot.is_own]
+            self._slots = [slot for slot in compared_buffers(self.runner.module) if not slot.is_own]
         if not self._slots:
             self._buffers, self._judged = {}, {}
             return _NO_BUFFERS
@@ -324,7 +324,7 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def _read_own_buffers(self) -> Callable[[], Numbers]:
         """Start to read the buffers of the user's own modules. Return a function that returns the same of them."""
-        slots = [slot for slot in buffer_slots(self.runner.module) if slot.is_own]
+        slots = [slot for slot in compared_buffers(self.runner.module) if slot.is_own]
         self._own_buffers, sent = _send(slots)
 
         def read() -> Numbers:
