@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -26,7 +26,7 @@ from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.audit.rules import not_finite_anywhere
 from lightning_ddp_losses.audit.runs import Runs, joins_windows
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import expect, expect_count
+from lightning_ddp_losses.errors import DDPLossError, expect, expect_count, expect_option
 
 
 def audit(
@@ -39,6 +39,7 @@ def audit(
     trainer_kwargs: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
     deterministic: bool = True,
+    randomness: Literal["rank", "global"] | None = None,
     without: Iterable[str] = (),
     ckpt_path: str | None = None,
     timeout_seconds: float = 300.0,
@@ -64,7 +65,10 @@ def audit(
             each gradient, estimated by moving parameters and inputs of the one process by one rounding unit. In 16 bits a gradient is
             equal up to ``EQUAL_SPREAD`` times the spread of such runs, and up to a few times more the verdict is "cannot tell".
         deterministic: Use deterministic algorithms only.
-        without: Parts to switch off in both runs: ``"randomness"``, ``"batch_norm"``, ``"precision"``, ``"uneven"``.
+        randomness: ``"global"``: the ranks' training steps draw what one process draws (dropout, noise), under any strategy. What cannot
+            be drawn so is an error that names operator and line. ``"rank"``: each rank draws from its own generators, and the report
+            says whether that explains the difference. None: as the strategy does.
+        without: Parts to switch off in both runs: ``"batch_norm"``, ``"precision"``, ``"uneven"``.
         ckpt_path: A checkpoint to start from.
         timeout_seconds: Time limit of each run.
         datamodule: The data, as ``Trainer.fit`` spells it.
@@ -75,7 +79,7 @@ def audit(
 
     Raises:
         AuditError: a run failed, died or took too long. Its traceback is in the text, and all processes have ended.
-        ConfigurationError: options that cannot work.
+        ConfigurationError: options that cannot work, and draws that cannot be those of one process.
         InputError: batches that cannot be joined, or no data.
 
     Example:
@@ -89,9 +93,10 @@ def audit(
     off = frozenset(without)
     options = dict(trainer_kwargs or {})
     _validate(model, devices, off, strategy)
+    draws = _choose_randomness(randomness, strategy)
     options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
 
-    target = FitTarget(strategy, timeout_seconds, model, data, options, deterministic, ckpt_path)
+    target = FitTarget(strategy, timeout_seconds, draws, model, data, options, deterministic, ckpt_path)
     return compare_with_one("audit", target, devices, steps, tolerance, off)
 
 
@@ -168,7 +173,10 @@ def _validate(model: Any, devices: int, off: frozenset[str], strategy: Any) -> N
     expect(is_module, "audit", expected="a LightningModule", got=type(model).__name__)
     expect_count("audit(devices=...)", devices, at_least=2)
     allowed = f"some of {', '.join(ABLATIONS)}"
-    expect(off <= set(ABLATIONS), "audit(without=...)", expected=allowed, got=sorted(map(str, off)))
+    fix = ""
+    if "randomness" in off:
+        fix = "Take audit(randomness='global'): all ranks draw what one process draws."
+    expect(off <= set(ABLATIONS), "audit(without=...)", expected=allowed, got=sorted(map(str, off)), fix=fix)
     if "uneven" in off:
         expected = "accumulation='mean', whose micro-batches can be divided evenly"
         what, got = "audit(without=('uneven',))", "accumulation='window'"
@@ -183,6 +191,18 @@ def _single_source(**sources: Any) -> Any:
     given = {name: source for name, source in sources.items() if source is not None}
     expect(len(given) <= 1, "audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
     return next(iter(given.values()), None)
+
+
+def _choose_randomness(asked: Any, strategy: Any) -> str:
+    """Return the strategy's way to draw, unless the user asks for another one."""
+    of_strategy: str = getattr(strategy, "randomness", "rank")
+    if asked is None:
+        return of_strategy
+    expect_option("audit(randomness=...)", asked, ("rank", "global", None))
+    expected, got = "what the strategy does", f"{asked!r} under a strategy with {of_strategy!r}"
+    fix = "Leave it out, or audit under a strategy without randomness='global'."
+    expect(asked in ("global", of_strategy), "audit(randomness=...)", expected=expected, got=got, fix=fix)
+    return str(asked)
 
 
 def _choose_accelerator(asked: Any, devices: int) -> Any:
@@ -220,6 +240,7 @@ def _report_settings(context: AuditContext) -> dict[str, Any]:
         "gradient_clip_val": info.clip,
         "parameters": context.record.parameter_count,
         "optimizers": info.optimizers,
+        "randomness": runs.target.randomness,
         "without": sorted(context.off),
         "rounding_unit": runs.unit,
         "tolerance": tolerance,
@@ -279,15 +300,21 @@ def _accumulated_rows(context: AuditContext) -> Iterator[Diagnosis]:
     if context.info.accumulate <= 1 or not context.info.automatic:
         return
     # random draws and batch statistics are others in one large batch, for any loss
-    off = {"randomness"} if context.used_rng else set()
-    if context.record.norms_at_wrap:
-        off.add("batch_norm")
-    quiet = context if off <= context.off else context.without(*off)
-    if quiet.used_rng and quiet.changes_with_seed():
-        return  # draws that no mean can replace
+    off = {"batch_norm"} if context.record.norms_at_wrap else set()
+    quiet: AuditContext | str = context
+    if context.used_rng and "randomness" not in context.off:
+        quiet = context.with_same_draws(*off)
+    elif off - context.off:
+        quiet = context.without(*off)
+    if isinstance(quiet, str) or quiet.used_rng:
+        return  # nobody can say
     sizes = {batch.total_rows for record in context.ranks.records for batch in record.batches}
-    # unequal pieces of a plain mean differ from it too
-    if quiet.needs_micro_batches() and not (len(sizes) > 1 and quiet.is_local_mean):
+    try:
+        # unequal pieces of a plain mean differ from it too
+        is_needed = quiet.needs_micro_batches() and not (len(sizes) > 1 and quiet.is_local_mean)
+    except DDPLossError:  # nor here: rows of other batches are drawn in another way
+        return
+    if is_needed:
         yield context.diagnosis("F33", severity="note", accumulate=context.info.accumulate)
 
 

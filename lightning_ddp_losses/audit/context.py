@@ -24,10 +24,9 @@ from lightning_ddp_losses.audit.runs import Runs
 from lightning_ddp_losses.audit.targets import CountedTargets
 from lightning_ddp_losses.audit.terms import term_off, terms_off
 from lightning_ddp_losses.core.faults import FAULTS
-from lightning_ddp_losses.errors import listed
+from lightning_ddp_losses.errors import DDPLossError, listed
 
 Severity = Literal["error", "explanation", "unclear", "note"]
-_OTHER_SEED = 12345  # of the run that shows whether random numbers matter
 _MOST_TERMS = 16  # of a loss whose terms are tried one by one
 
 
@@ -108,6 +107,18 @@ class AuditContext:
         off = {name for name in names if name != "uneven" or not self.runs.joins_windows}
         return AuditContext(self.runs, self.off | off)
 
+    @property
+    def draws_explain_differences(self) -> bool:
+        """Whether the user's own run may draw others than one process. A window whose rows are one batch of one process always does."""
+        return self.runs.target.randomness == "rank" or self.runs.joins_windows
+
+    def with_same_draws(self, *names: str) -> AuditContext | str:
+        """Return the same audit with the same random numbers for each row, wherever it is, and without ``names``; or why there is none."""
+        try:
+            return self.without("randomness", *names)
+        except DDPLossError as error:
+            return first_part(error)
+
     def _compare(self, ours: Recording, theirs: Recording) -> compare.Comparison:
         return compare.compare(ours, theirs, self.runs.allowed(self.off))
 
@@ -117,10 +128,6 @@ class AuditContext:
     def against_one(self, assignment: str, **options: Any) -> compare.Comparison:
         """Compare one process that gets the batches in another way with the one process of this audit."""
         return self._compare(self._replay(assignment, **options), self.one)
-
-    def changes_with_seed(self) -> bool:
-        """Return whether one process with other random numbers has other gradients."""
-        return not self.against_one("joined", seed=_OTHER_SEED).equal
 
     @cached_property
     def on_whole_windows(self) -> Recording:
@@ -490,6 +497,11 @@ def quoted(names: Sequence[str]) -> str:
 def number_text(value: float | None, digits: int = 6) -> str:
     """Format a number, or ``none``."""
     return "none" if value is None else f"{value:.{digits}g}"
+
+
+def first_part(error: Exception) -> str:
+    """Return the text of an error without the stacks of processes."""
+    return str(error).partition("\n\n")[0]
 
 
 def comma_list(values: Iterable[object]) -> str:

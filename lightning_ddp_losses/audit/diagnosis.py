@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, quoted
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, first_part, quoted
 from lightning_ddp_losses.audit.rules import (
     BESIDE_STAGES,
     DATA_RULES,
@@ -21,6 +21,7 @@ from lightning_ddp_losses.audit.rules import (
     local_statistics,
     unknown,
 )
+from lightning_ddp_losses.errors import DDPLossError
 
 
 def diagnose(context: AuditContext) -> list[Diagnosis]:
@@ -32,20 +33,33 @@ def diagnose(context: AuditContext) -> list[Diagnosis]:
 
     # randomness hides everything else: without it first
     if context.used_rng and "randomness" not in context.off:
-        quiet = context.without("randomness")
-        if quiet.comparison.equal:
-            return [*found, _random_numbers_differ(context, alone=True)]
-        rest = _ask_stages(quiet)
-        if rest:
-            found += [_under(each, "every random draw replaced by its mean") for each in rest]
-            if _differs_less(quiet, context):
-                found.append(_random_numbers_differ(context, alone=False))
-            return found
-        if context.changes_with_seed():
-            return [*found, context.diagnosis("F72", "no_mean", severity="explanation")]
-        context = quiet
+        return found + _under_same_draws(context)
 
     return found + (_ask_stages(context) or [unknown(context)])
+
+
+def _under_same_draws(context: AuditContext) -> list[Diagnosis]:
+    """Return what differs beside random numbers, and F72 if they explain something."""
+    quiet = context.with_same_draws()
+    if isinstance(quiet, str):
+        return _draws_not_comparable(context, quiet)
+    if quiet.comparison.equal and context.draws_explain_differences:
+        return [_random_numbers_differ(context, alone=True)]
+    if quiet.used_rng:
+        where = "Random numbers are drawn outside of the step and its backward (in another hook)."
+        return _draws_not_comparable(context, where)
+    try:
+        rest = _ask_stages(quiet)
+    except DDPLossError as error:  # rows on other ranks or in another order may be drawn in another way
+        return _draws_not_comparable(context, first_part(error))
+    found = [_under(each, "the same random numbers for each row, on ranks and in one process") for each in rest]
+    if not context.draws_explain_differences:
+        return found or [unknown(context)]
+    if not found:  # all runs but the user's start with rank 0's weights
+        found = ask(DESYNC_RULES, context) or [unknown(quiet)]
+    if _differs_less(quiet, context):
+        found.append(_random_numbers_differ(context, alone=False))
+    return found
 
 
 def ask(rules: Iterable[Rule], context: AuditContext) -> list[Diagnosis]:
@@ -118,10 +132,22 @@ def _differs_less(ablated: AuditContext, context: AuditContext) -> bool:
     return len(ablated.wrong) < len(context.wrong) or ablated.step > context.step
 
 
+def _source_of_draws(context: AuditContext) -> str:
+    if context.info.dropout:
+        return f"dropout in {quoted(context.info.dropout)}"
+    return "random numbers in training_step" if context.by_trainer else "random numbers in the loop"
+
+
+def _draws_not_comparable(context: AuditContext, reason: str) -> list[Diagnosis]:
+    """Return F72: nobody can say what else differs from one process. What differs between ranks the rules know."""
+    found = context.diagnosis("F72", "refused", severity="unclear", source=_source_of_draws(context), reason=reason)
+    return [*ask(DESYNC_RULES, context), found]
+
+
 def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
     """F72, alone or with another fault."""
-    source = "random numbers in training_step"
-    if context.info.dropout:
-        source = f"dropout in {quoted(context.info.dropout)}"
-    confirmed = "with every draw replaced by its mean both runs are equal" if alone else ""
+    source = _source_of_draws(context)
+    confirmed = ""
+    if alone:
+        confirmed = "with the same random numbers for each row both runs are equal"
     return context.diagnosis("F72", severity="explanation", source=source, confirmed=confirmed)

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -41,6 +41,7 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
+from lightning_ddp_losses.strategies.randomness.part import STEP_STATES
 from lightning_ddp_losses.strategies.training_data import describe_reshuffle, foreign_loader
 
 
@@ -97,6 +98,7 @@ class FitTarget(Target):
                 # the recorded batch has been through them
                 self.model.__dict__[hook] = lambda batch, dataloader_idx: batch
         trainer.fit(self.model, data, ckpt_path=self.ckpt_path)
+        recorder.end_draws()
         expect(
             recorder.record.steps,
             "training steps",
@@ -228,9 +230,11 @@ class FitRecorder(Recorder, Callback):
         super().__init__(run, folder, rank)
         self.validates = validates
         self._batch = contextlib.ExitStack()  # open for the length of a batch
+        self._rows: Any = None  # the batch
         self._unwritten_step = 0  # step with parameters that are still to be written, else 0
         self._inside_strategy_step = False
         self._inside_training_step = False
+        self._inside_counted_backward = False
         self._wrapped: dict[str, WrappedParameter] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
 
@@ -260,10 +264,38 @@ class FitRecorder(Recorder, Callback):
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # a monitored value may come from a validation
         self._describe_fit(trainer, pl_module)
-        if self.run.seed is not None:
-            seed_everything(self.run.seed, verbose=False)
+        self._hook_draws(trainer, pl_module)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Continue with the generators of a run whose steps have some of their own."""
+        if self.replaces_draws:
+            self._draws.states = dict(checkpoint.get(STEP_STATES, {}))
 
     # ------------------------------------------------------------------ hooks, which go with the process
+
+    def _hook_draws(self, trainer: Trainer, module: LightningModule) -> None:
+        """Let steps draw what the run asks for, forward and backward. The strategy seeds its generators when training starts."""
+        strategy = trainer.strategy
+        is_done = getattr(strategy, "randomness", "rank") == "global" and "randomness" not in self.run.without
+        if is_done or not self.replaces_draws:
+            return
+        wrap_function(strategy, "on_train_start", after=self.seed_draws)
+        run_step, run_backward = strategy.training_step, strategy.backward
+        places = [(buffer, None) for buffer in module.buffers()]
+
+        @functools.wraps(run_step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            number = len(self.record.batches) - 1
+            ends = not module.automatic_optimization
+            with self.forward_draws(self._rows, places, [number], ends=ends):
+                return run_step(*args, **kwargs)
+
+        @functools.wraps(run_backward)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with self.backward_draws():
+                return run_backward(*args, **kwargs)
+
+        strategy.training_step, strategy.backward = training_step, backward  # type: ignore[method-assign]
 
     def _hook_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Record gradients before each optimizer step, Lightning's own or one behind its back."""
@@ -298,7 +330,19 @@ class FitRecorder(Recorder, Callback):
 
         record_reduced = functools.partial(self._record_fingerprints, "reduced", trainer, module)
         wrap_function(trainer.strategy, "backward", before=functools.partial(count, -1), after=record_reduced)
-        wrap_function(Tensor, "backward", before=functools.partial(count, 1))
+        original: Callable[..., None] = Tensor.backward
+
+        @functools.wraps(original)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            is_inside, self._inside_counted_backward = self._inside_counted_backward, True
+            try:
+                if not is_inside:  # a mode of torch calls it a second time
+                    count(1)
+                original(loss, *args, **kwargs)
+            finally:
+                self._inside_counted_backward = is_inside
+
+        Tensor.backward = backward  # type: ignore[method-assign, assignment]
 
     def _hook_clips(self, trainer: Trainer, module: LightningModule) -> None:
         """Record the gradients that ``training_step`` clips. Lightning's own clipping comes later."""
@@ -345,6 +389,7 @@ class FitRecorder(Recorder, Callback):
             hints = _loader_sizes(trainer.train_dataloader)
         rows = count_loader_rows(batch, hints)
         self.record_batch(batch, self.record.steps + 1, rows, trainer.current_epoch)
+        self._rows = batch
         self._batch.enter_context(self.conditions(pl_module))
 
     def _record_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:

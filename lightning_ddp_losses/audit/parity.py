@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import seed_everything
@@ -51,6 +51,7 @@ def parity(
     join: Any = "rows",
     dtype: torch.dtype | None = torch.float64,
     precision: torch.dtype | None = None,
+    randomness: Literal["rank", "global"] = "rank",
     steps: int | None = None,
     timeout_seconds: float = 60.0,
 ) -> AuditReport:
@@ -75,6 +76,9 @@ def parity(
             dimension of each tensor (0 if it has none). None in it: every rank gets the whole tensor.
         dtype: Dtype of parameters and batches. None leaves them as they are.
         precision: Dtype of autocast (``torch.bfloat16``, ``torch.float16``), with a ``dtype`` other than float64.
+        randomness: ``"global"``: ranks draw what one process draws (``global_randomness`` around each micro-batch, or around the
+            loop), from generators that nothing else draws from. ``"rank"``: each rank draws from its own, and the report says whether
+            that explains a difference.
         steps: Optimizer steps. None: as many as the global batches are for, or one if ``batches`` is a function.
         timeout_seconds: Time limit of each run.
 
@@ -103,6 +107,7 @@ def parity(
     if not callable(wrap):
         expect_option("parity(wrap=...)", wrap, ("ddp", "fully_shard", None))
     expect_option("parity(dtype=...)", dtype, (*PRECISIONS, None))
+    expect_option("parity(randomness=...)", randomness, ("rank", "global"))
     expect_option("parity(precision=...)", precision, (torch.bfloat16, torch.float16, None))
     expected, fix = "another dtype with it: autocast leaves float64 alone", "Add dtype=torch.float32."
     is_used = precision is None or dtype != torch.float64
@@ -115,7 +120,8 @@ def parity(
         batches = _of_ranks(given_batches, steps * accumulate, ranks, splits, dims)
     name = wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "no wrapper")
 
-    target = LoopTarget(name, timeout_seconds, build, step, loop, batches, wrap, accumulate, dims, dtype, precision)
+    options = (build, step, loop, batches, wrap, accumulate, dims, dtype, precision)
+    target = LoopTarget(name, timeout_seconds, randomness, *options)
     return compare_with_one("parity", target, ranks, steps or 1)
 
 
@@ -203,6 +209,11 @@ class LoopTarget(Target):
     by_trainer = False
 
     @property
+    def draws_by_window(self) -> bool:
+        """Whether the rows of all micro-batches of a step can share a draw: not where a loop takes all of them."""
+        return self.loop is None
+
+    @property
     def precision(self) -> str:
         """Lightning's name of the precision."""
         if self.autocast is not None:
@@ -252,12 +263,29 @@ def rows_first(batch: Any, join: Any, *, back: bool = False) -> Any:
     children = children_of(batch)
     if children is None:
         return batch
-    of_children = [join] * len(children)
-    dims = children_of(tuple(join) if isinstance(join, list) else join)
-    if dims is not None:
-        of_children = [dict(dims).get(key, 0) for key, _ in children]
+    of_children = _dims_of_children(children, join)
     moved = [rows_first(child, dim, back=back) for (_, child), dim in zip(children, of_children, strict=True)]
     return rebuild_nest(batch, moved)
+
+
+def row_places(batch: Any, join: Any) -> list[tuple[Tensor, int | None]]:
+    """Return the tensors of a batch, each with the dimension of its rows. None: every rank has the whole tensor."""
+    if isinstance(batch, Tensor):
+        dim = join if batch.ndim else None
+        return [(batch, dim)]
+    found = []
+    children = children_of(batch) or []
+    for (_, child), dim in zip(children, _dims_of_children(children, join), strict=True):
+        found += row_places(child, dim)
+    return found
+
+
+def _dims_of_children(children: Sequence[tuple[str, Any]], join: Any) -> list[Any]:
+    """Return the part of ``join`` that belongs to each part of a nest."""
+    dims = children_of(tuple(join) if isinstance(join, list) else join)
+    if dims is None:
+        return [join] * len(children)
+    return [dict(dims).get(key, 0) for key, _ in children]
 
 
 class _Training(Recorder):
@@ -340,7 +368,8 @@ class _Training(Recorder):
         self._build()
         size = max(1, self.target.accumulate * self.run.accumulate)
         batches = self._batches()
-        seed_everything(_SEED if self.run.seed is None else self.run.seed, verbose=False)
+        seed_everything(_SEED, verbose=False)
+        self.seed_draws()
         self._hook_steps()
         for step in range(1, self.run.steps + 1):
             micro_batches = list(islice(batches, size))
@@ -374,7 +403,8 @@ class _Training(Recorder):
             if self.target.loop is None:
                 losses = self._accumulate(self.target.step, micro_batches)
             else:
-                with self._precision():
+                numbers = range(len(self.record.losses), len(self.record.batches))
+                with self._draws_for(micro_batches, numbers, ends=True), self._precision():
                     loss = loss_of(self.target.loop(self.model, self.optimizer, micro_batches))
                 losses = [None if loss is None else float(loss.detach())] * len(micro_batches)
         self.record.losses += losses
@@ -392,17 +422,30 @@ class _Training(Recorder):
         losses: list[float | None] = []
         for index, batch in enumerate(micro_batches):
             with self._synchronised(index == len(micro_batches) - 1):
-                with self._precision():
+                number = len(self.record.losses) + index
+                with self._draws_for([batch], [number]), self._precision():
                     loss = loss_of(step(self.model, batch))
                 is_loss = loss is not None and loss.requires_grad and loss.numel() == 1
                 got = "something else" if loss is None else f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                 what, expected = f"step, on {self._where}", 'a scalar tensor with gradient, or a dict with "loss"'
                 expect(is_loss, what, expected=expected, got=got, error=InputError)
                 assert loss is not None
-                (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+                with self.backward_draws():
+                    (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         self.optimizer.step()
         return losses
+
+    def _draws_for(
+        self, batches: Sequence[Any], numbers: Sequence[int], *, ends: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward on batches as the loop gets them, by their numbers among the recorded ones."""
+        join = self.target.join
+        places: list[tuple[Tensor, int | None]] = [(buffer, None) for buffer in self.inner.buffers()]
+        for batch in batches:
+            places += row_places(batch, join)
+        rows = [rows_first(batch, join) for batch in batches]
+        return self.forward_draws(rows, places, numbers, ends=ends)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Reduce gradients in the last micro-batch only, if the wrapper can wait."""

@@ -3,9 +3,9 @@
 Fits of a LightningModule (``fit_run``) and other training loops (``parity``) share it. They call it when a step begins, before the
 optimizer steps, and afterwards.
 
-It follows the plan of the run. Counterfactual runs separate causes: random draws, batch statistics or low precision are switched off on
-the ranks and in one process. Perturbed runs move everything by one rounding unit, which measures how far rounding alone moves each
-gradient.
+It follows the plan of the run. Counterfactual runs separate causes: each row has the same random numbers wherever it is, or batch
+statistics or low precision are switched off on the ranks and in one process. Perturbed runs move everything by one rounding unit,
+which measures how far rounding alone moves each gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,12 @@ from lightning_ddp_losses.core.random_state import devices_in_use, global_genera
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.fingerprint import fingerprints
 from lightning_ddp_losses.distributed.user_line import users_line
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
 from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
+from lightning_ddp_losses.randomness.step import PlannedRows, beside_the_step
+from lightning_ddp_losses.randomness.training_steps import Places, TrainingSteps
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
@@ -67,6 +70,7 @@ class Recorder:
         self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the step to come, by stage
         self._terms = TermSwitch(terms_off(run.without))
         self._inside_backward = False
+        self._draws = TrainingSteps(takes_blocks=True)
         self._module = nn.Module()  # the one that is trained
 
     def write(self, step: int, kind: rank_record.Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -136,6 +140,7 @@ class Recorder:
     def follow_layers(self, module: nn.Module) -> None:
         """In the step that is traced, record a few numbers for each row of each layer's output and of its gradient."""
 
+        @beside_the_step()
         def record_call(name: str, layer: nn.Module, args: Any, output: Any) -> None:
             first = next(iter(inputs.tensors_in(output)), None)
             is_traced = self.record.steps + 1 == self.run.trace
@@ -144,6 +149,7 @@ class Recorder:
             call = rank_record.ModuleCall(name, type(layer).__name__, _projections(first))
             self.record.trace.append(call)
 
+            @beside_the_step()
             def record_gradient(gradient: Tensor) -> None:
                 call.gradient = _projections(gradient)
 
@@ -171,6 +177,58 @@ class Recorder:
             found.file, found.digest = str(path), batch_digest(batch)
         self.record.batches.append(found)
 
+    @property
+    def replaces_draws(self) -> bool:
+        """Whether this process's steps draw what the audit lets them draw."""
+        return self.run.exact_draws or "randomness" in self.run.without
+
+    def seed_draws(self) -> None:
+        """Seed the generators of the steps, if they have some of their own, with the run's seed."""
+        if self.replaces_draws and not self._draws.states:
+            self._draws.seed_(torch.initial_seed())
+
+    def forward_draws(
+        self, batch: Any, places: Places, numbers: Sequence[int], *, ends: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward: its draws are those of one process, if the run asks for that.
+
+        Args:
+            batch: The batch, recorded before, with its rows in dimension 0.
+            places: Further tensors with the dimension of their rows.
+            numbers: Its number among the recorded ones, or those of the micro-batches in it.
+            ends: Whether backward is inside too.
+        """
+        if not self.replaces_draws:
+            return contextlib.nullcontext()
+        planned = None
+        if "randomness" in self.run.without:
+            planned = self._planned_rows(numbers)
+        return self._draws.forward(batch, places, ends=ends, planned=planned)
+
+    def backward_draws(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward."""
+        if not self.replaces_draws:
+            return contextlib.nullcontext()
+        return self._draws.backward()
+
+    def end_draws(self) -> None:
+        """Refuse what the last step drew, if it had no backward."""
+        if self.replaces_draws:
+            self._draws.end()
+
+    def _planned_rows(self, numbers: Sequence[int]) -> PlannedRows:
+        """Return which rows of their draw some batches have."""
+        planned = list(chain.from_iterable(self.run.plans[self.rank]))
+        found = [planned[number].rows_of_draw() for number in numbers]
+        expect(
+            len({each.order for each in found}) == 1,
+            "micro-batches of a loop",
+            expected="the same rows of the draws in each",
+            got="others, so that it is not known for which rows the loop draws",
+            error=InputError,
+        )
+        return found[0]
+
     @contextlib.contextmanager
     def conditions(self, module: nn.Module, batches: int = 1) -> Iterator[None]:
         """Switch parts off while some batches are trained on, and record whether they draw random numbers."""
@@ -182,7 +240,7 @@ class Recorder:
         if not self.record.used_rng:
             self.record.norms_in_training = norm_classes(module)
         self._stages = {}
-        before = rng_digest()
+        before = self._draws_digest()
         with contextlib.ExitStack() as modes:
             if self.record.steps + 1 == self.run.trace:
                 # nodes of the graph know the line that made them
@@ -191,11 +249,16 @@ class Recorder:
                     targets = modes.enter_context(TargetTrace())
                     self.record.counted_targets = targets.found
                     self._trace = modes.enter_context(CollectiveTrace())
-            if "randomness" in self.run.without:
-                modes.enter_context(MeanDraws())  # type: ignore[no-untyped-call]
             yield
         self._trace = None
-        self.record.used_rng += [rng_digest() != before] * batches
+        self.record.used_rng += [self._draws_digest() != before] * batches
+
+    def _draws_digest(self) -> str:
+        """Digest the states of all generators that steps may draw from. In a run without their randomness, their own do not count."""
+        digest = rng_digest()
+        if "randomness" in self.run.without:
+            return digest
+        return digest + "".join(map(rank_record.tensor_digest, self._draws.states.values()))
 
     def _hook_losses(self) -> None:
         """See each loss before its backward: its terms and, in a traced step, the lines that cut its graph between ranks."""
@@ -213,16 +276,19 @@ class Recorder:
 
         Tensor.backward = backward  # type: ignore[method-assign, assignment]
 
+    @beside_the_step()
     def _see_loss(self, loss: Tensor, call: str) -> None:
         if self._trace is not None:
             self.record.cut_lines += [[cut.kind, cut.line] for cut in self._trace.reaching(loss)]
         if loss.grad_fn is not None:
             self._terms.see(loss, call)
 
+    @beside_the_step()
     def see_gradients(self, stage: str, named: Mapping[str, nn.Parameter]) -> None:
         """Keep fingerprints of gradients on their way to the step, by a stage of ``RankRecord.fingerprints``."""
         self._stages[stage] = self._gradient_fingerprints(named)
 
+    @beside_the_step()
     def record_gradients(
         self, named: Mapping[str, nn.Parameter], optimizer: Optimizer, loss_scale: float | None = None
     ) -> None:
@@ -241,10 +307,12 @@ class Recorder:
         self.record.learning_rates.append(rates)
         self.record.loss_scales.append(loss_scale)
 
+    @beside_the_step()
     def record_used(self, named: Mapping[str, nn.Parameter]) -> None:
         """Record the gradients as the step has left them."""
         self.record.fingerprints[-1]["used"] = self._gradient_fingerprints(named)
 
+    @beside_the_step()
     def record_parameters(self, step: int, named: Mapping[str, nn.Parameter], module: nn.Module) -> None:
         """Record parameters and buffers after a step."""
         self.write(step, "parameter", named.items())
@@ -376,50 +444,11 @@ def loss_of(output: Any) -> Tensor | None:
 # ---------------------------------------------------------------------- parts that are switched off
 
 ABLATIONS = {
-    "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
     "batch_norm": "batch norm normalises with its running statistics",
     "precision": "float64",
     "uneven": "the same rows, divided evenly among the ranks",
 }
 """Parts that can be switched off, and their replacements."""
-
-
-class MeanDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random draws by their mean, and so dropout by the identity. Random integers stay random."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or return the mean of its draws."""
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        mean = _MEANS.get(func)
-        if mean is None:
-            return func(*args, **kwargs)
-        # the tensor to fill, or the operator's new one
-        in_place = compat.operator_schema(func).name.endswith("_")
-        made = args[0] if in_place else func(*args, **kwargs)
-        arguments = compat.operator_schema(func).arguments
-        given = {argument.name: argument.default_value for argument in arguments}
-        given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-        return made.copy_(torch.as_tensor(mean(given)).to(made))
-
-
-_aten = torch.ops.aten
-# operators that draw, with the mean of each as a function of its arguments
-_MEANS: dict[Any, Callable[[dict[str, Any]], Any]] = {
-    _aten.bernoulli_.float: itemgetter("p"),
-    _aten.bernoulli_.Tensor: itemgetter("p"),
-    _aten.bernoulli.default: itemgetter("self"),
-    _aten.bernoulli.p: itemgetter("p"),
-    _aten.normal_.default: itemgetter("mean"),
-    _aten.uniform_.default: lambda given: (given["from"] + given["to"]) / 2,
-    _aten.exponential_.default: lambda given: 1 / given["lambd"],
-    _aten.normal.float_float: itemgetter("mean"),
-    _aten.normal.Tensor_float: itemgetter("mean"),
-    _aten.normal.Tensor_Tensor: itemgetter("mean"),
-    **dict.fromkeys((_aten.randn.default, _aten.randn.generator, _aten.randn_like.default), lambda given: 0.0),
-    **dict.fromkeys((_aten.rand.default, _aten.rand.generator, _aten.rand_like.default), lambda given: 0.5),
-}
 
 
 def rng_digest() -> str:

@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
@@ -29,8 +29,10 @@ from torch import Tensor
 
 from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.core.inputs import children_of, is_array, leaves, rebuild_nest
+from lightning_ddp_losses.core.random_state import derived_seed
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.randomness.step import PlannedRows
 
 # ---------------------------------------------------------------------- runs
 
@@ -42,14 +44,21 @@ class Target(abc.ABC):
     Attributes:
         strategy: Name of the strategy or wrapper, or Lightning's object.
         seconds: Time that a rank waits for another.
+        randomness: ``"global"``: draws of the ranks are those of one process, in the user's own run too.
     """
 
     strategy: Any
     seconds: float
+    randomness: str
 
     backend: ClassVar[str] = "gloo"
     by_trainer: ClassVar[bool] = True
     """Whether the runs are fits of a LightningModule, not loops."""
+
+    @property
+    def draws_by_window(self) -> bool:
+        """Whether the rows of all micro-batches of a step can share a draw."""
+        return True
 
     @abc.abstractmethod
     def train(self, run: Run, folder: Path, rank: int) -> rank_record.RankRecord:
@@ -82,10 +91,14 @@ class ReplayBatch:
     Attributes:
         records: The recorded batches.
         choose: Chooses rows, for each loader separately. None takes all rows.
+        whole: All batches whose rows share a draw, in the order of one process.
+        number: Number of that draw.
     """
 
     records: Sequence[rank_record.BatchRecord]
     choose: Choice | None = None
+    whole: Sequence[rank_record.BatchRecord] = ()
+    number: int = 0
 
     def load(self) -> Any:
         """Read the recorded batches and make the one that is replayed."""
@@ -97,6 +110,26 @@ class ReplayBatch:
         """Samples in the batch, as far as the recorded ones tell."""
         return self._count([record.rows for record in self.records])
 
+    def rows_of_draw(self) -> PlannedRows:
+        """Return which rows of the whole draw this batch has.
+
+        Raises:
+            InputError: loaders that give different numbers of rows.
+        """
+        starts: dict[int, int] = {}
+        total = 0
+        for record in self.whole:
+            starts[id(record)] = total
+            total += _single_count(record)
+        order: list[int] = []
+        for record in self.records:
+            start = starts[id(record)]
+            order += range(start, start + _single_count(record))
+        if self.choose is not None:
+            places = self.choose([_single_count(record) for record in self.records])
+            order = [order[place] for place in places]
+        return PlannedRows(tuple(order), total, derived_seed(self.number))
+
     def _count(self, rows: Sequence[rank_record.LoaderRows]) -> rank_record.LoaderRows:
         """Count the rows that are taken, loader by loader."""
         lists = [each for each in rows if isinstance(each, list)]
@@ -104,6 +137,14 @@ class ReplayBatch:
             return [self._count(of_loader) for of_loader in zip(*lists, strict=True)]
         counts = [sum(rank_record.rows_by_loader(each)) for each in rows]
         return sum(counts) if self.choose is None else len(self.choose(counts))
+
+
+def _single_count(record: rank_record.BatchRecord) -> int:
+    """Return the number of rows of a batch, the same in each loader."""
+    counts = set(rank_record.rows_by_loader(record.rows))
+    is_one = len(counts) == 1
+    expect(is_one, "batch", expected="as many rows in each loader", got=sorted(counts), error=InputError)
+    return counts.pop()
 
 
 Plan = list[list[ReplayBatch]]
@@ -138,9 +179,9 @@ class Run:
         accumulate: Multiple of the user's accumulation, 0 for no accumulation.
         without: Names out of ``ABLATIONS`` that are switched off.
         perturb: Move of parameters and inputs in the size of rounding, None without it.
-        seed: Seed of random numbers. None keeps the state that the process was forked with.
         trace: Step at which activations and their gradients are recorded, 0 for none.
         group: Give the one process a process group, for a module that asks for one.
+        exact_draws: Training steps draw the numbers that one process draws, from generators of their own.
     """
 
     name: str
@@ -151,9 +192,9 @@ class Run:
     accumulate: int = 1
     without: frozenset[str] = frozenset()
     perturb: Perturbation | None = None
-    seed: int | None = None
     trace: int = 0
     group: bool = False
+    exact_draws: bool = False
 
     @property
     def processes(self) -> int:
@@ -199,7 +240,12 @@ _ASSIGNMENTS: dict[str, Assignment] = {
 
 
 def plan_replay(
-    recording: rank_record.Recording, assignment: str | int, *, steps: int, whole_windows: bool
+    recording: rank_record.Recording,
+    assignment: str | int,
+    *,
+    steps: int,
+    whole_windows: bool,
+    draws_by_window: bool = True,
 ) -> tuple[Plan, ...]:
     """Plan a replay of the batches that the ranks had, one plan for each process.
 
@@ -211,18 +257,27 @@ def plan_replay(
             ``"even joined"``: those rows for one process. A number: the batches of that rank, for one process.
         steps: Only the batches of the first so many optimizer steps.
         whole_windows: Join all batches of an optimizer step, for ``"joined"`` and ``"reversed"``.
+        draws_by_window: The rows of all batches of an optimizer step share a draw, if draws are those of one process. Otherwise those of
+            the batches of the same time.
     """
     # batches of the same time on all ranks. Further batches of one rank are left out
     of_ranks = [record.batches for record in recording.records]
     columns = [list(column) for column in zip(*of_ranks, strict=False) if column[0].step <= steps]
+    windows = {
+        step: list(chain.from_iterable(group)) for step, group in groupby(columns, key=lambda each: each[0].step)
+    }
     if whole_windows:  # the batches of a step as one column, as if there were more ranks
-        columns = [list(chain.from_iterable(group)) for _, group in groupby(columns, key=lambda column: column[0].step)]
+        columns = [*windows.values()]
     # each column for each process, by epoch
     plans: dict[int, dict[int, list[ReplayBatch]]] = {0: {}}
-    for column in columns:
+    for number, column in enumerate(columns):
+        whole, draw = column, number
+        if draws_by_window:
+            whole, draw = windows[column[0].step], column[0].step
         own = [column[assignment]] if isinstance(assignment, int) else column
         assign = _ASSIGNMENTS["joined" if isinstance(assignment, int) else assignment]
-        for process, batches in enumerate(assign(own)):
+        for process, given in enumerate(assign(own)):
+            batches = [replace(batch, whole=whole, number=draw) for batch in given]
             plans.setdefault(process, {}).setdefault(column[0].epoch, []).extend(batches)
     return tuple(list(plan.values()) for plan in plans.values())
 

@@ -546,8 +546,10 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
 
 def _counts_by_place(context: AuditContext) -> Diagnosis:
     """F72, or no known fault: rows may change ranks, but not their places in a batch."""
-    if "randomness" not in context.off and context.without("randomness").comparison.equal:
-        return context.diagnosis("F72", "shared", severity="explanation")
+    if "randomness" not in context.off:
+        same_draws = context.with_same_draws()
+        if not isinstance(same_draws, str) and same_draws.comparison.equal:
+            return context.diagnosis("F72", "shared", severity="explanation")
     return Diagnosis(
         "",
         "a row's place in its batch counts",

@@ -254,6 +254,7 @@ class Runs:
         self.target, self.scratch = target, scratch
         self.devices, self.steps, self.tolerance = devices, steps, tolerance
         self.needs_group = False
+        self._exact_draws = target.randomness == "global"
         self._made: dict[str, Recording] = {}
 
     # ------------------------------------------------------------------ making a recording
@@ -319,17 +320,19 @@ class Runs:
         options.setdefault("steps", self.steps)
         if whole_windows:
             options["accumulate"] = 0
-        plans = plan_replay(original, assignment, steps=options["steps"], whole_windows=whole_windows)
+        steps, by_window = options["steps"], self.target.draws_by_window
+        plans = plan_replay(original, assignment, steps=steps, whole_windows=whole_windows, draws_by_window=by_window)
         ranks = self.devices if len(plans) > 1 else 0
         group = self.needs_group and not ranks
-        return Run(name, ranks, plans, original, group=group, without=off, **options)
+        exact = self._exact_draws
+        return Run(name, ranks, plans, original, group=group, without=off, exact_draws=exact, **options)
 
     # ------------------------------------------------------------------ ranks and one process
 
     @functools.cached_property
     def user_run(self) -> Recording:
         """The ranks on the user's own data."""
-        return self.record(Run("ranks", self.devices, steps=self.steps))[0]
+        return self.record(Run("ranks", self.devices, steps=self.steps, exact_draws=self._exact_draws))[0]
 
     @functools.cached_property
     def _one(self) -> tuple[Recording, ...]:

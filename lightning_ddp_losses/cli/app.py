@@ -214,7 +214,8 @@ class AuditOptions:
         devices: Number of ranks. Default: the trainer's, and at least 2.
         steps: Optimizer steps.
         tolerance: Largest relative error that is no finding. Default: estimated from the precision.
-        without: Features switched off on both sides: randomness, batch_norm, precision, uneven.
+        randomness: global: all ranks draw what one process draws. rank: each draws from its own generators. Default: as the strategy does.
+        without: Features switched off on both sides: batch_norm, precision, uneven.
         deterministic: Deterministic algorithms only.
         timeout_seconds: Time limit of each run.
         output: Folder for report.html, report.json and ratios.png. Each audit gets a new one inside it.
@@ -223,6 +224,7 @@ class AuditOptions:
     devices: Optional[int] = None  # noqa: UP045 - read by jsonargparse at run time on every Python
     steps: int = 3
     tolerance: Optional[float] = None  # noqa: UP045 - read by jsonargparse at run time on every Python
+    randomness: Optional[str] = None  # noqa: UP045 - read by jsonargparse at run time on every Python
     without: List[str] = field(default_factory=list)  # noqa: UP006 - read by jsonargparse at run time on every Python
     deterministic: bool = True
     timeout_seconds: float = 300.0
@@ -387,6 +389,7 @@ def _parity_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="optimizer steps; all that the batches are for")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="none: as model and batches are")
     parser.add_argument("--precision", choices=_DTYPES, default="none", help="dtype of autocast; none: no autocast")
+    parser.add_argument("--randomness", choices=("rank", "global"), default="rank", help="global: draws of one process")
     parser.add_argument("--timeout-seconds", type=float, default=60.0, help="time limit of each run")
     parser.add_argument("--output", help="folder for report.html, report.json and ratios.png")
     return parser

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm, dropout, loss
 from torch.nn.parallel import DistributedDataParallel
@@ -391,6 +392,39 @@ def in_backward(mode: AbstractContextManager[object]) -> Iterator[None]:
         yield
     finally:
         engine._engine_run_backward = run
+
+
+_EXCHANGES = (
+    "lazy_init",
+    "unshard",
+    "wait_for_unshard",
+    "reshard",
+    "post_backward",
+    "finalize_backward",
+)  # of fully_shard
+
+
+@contextlib.contextmanager
+def around_fsdp_exchanges(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter a context around each exchange of ``fully_shard`` inside the block, with its copies. Torch has no hook for them."""
+    group: Any = _fsdp_param_group.FSDPParamGroup
+    originals = {name: getattr(group, name) for name in _EXCHANGES if hasattr(group, name)}
+    for name, original in originals.items():
+        setattr(group, name, _in_context(original, context))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(group, name, original)
+
+
+def _in_context(original: Callable[..., Any], context: Callable[[], AbstractContextManager[object]]) -> Any:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    return run
 
 
 def graph_task_id() -> int:

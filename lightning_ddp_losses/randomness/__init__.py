@@ -9,6 +9,7 @@
 * ``row_draws``: the mode that sees the operators of a step
 * ``shared_states``: generators of all ranks in one state
 * ``step``: a step from its beginning to the comparison at its end
+* ``training_steps``: the steps of a run, with generators of their own
 * ``block``: ``global_randomness``, for loops written by hand
 
 An operator that draws is one row in ``whole_draws``, an operator that keeps rows in their places one row in ``rules``.

@@ -57,7 +57,9 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
         >>> with global_randomness(rows=x):
         ...     loss = torch.nn.functional.dropout(x, 0.5).sum()
     """
-    if process_groups.world_size(group) == 1:
+    outer = active_step()
+    is_inner = outer is not None and outer.takes_blocks
+    if is_inner or process_groups.world_size(group) == 1:
         rows_in(rows, row_dim)
         yield
         return

@@ -50,11 +50,14 @@ def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return values
 
 
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ddp_losses", "contextlib")
+_LIBRARIES = (
+    *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_ddp_losses", "contextlib"),
+    *("torchmetrics", "pytorch_metric_learning"),  # compare shapes to check them
+)
 
 
 def users_line() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    """Return file and line of the innermost frame of the user's code."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         if is_of_user(frame):
@@ -66,6 +69,6 @@ def users_line() -> str:
 
 
 def is_of_user(frame: Any) -> bool:
-    """Return whether a frame runs code that is neither torch's nor Lightning's nor ours. The module tells, as folders may have any name."""
+    """Return whether a frame runs code of none of these libraries. The module tells, as folders may have any name."""
     module = str(frame.f_globals.get("__name__", ""))
     return module.partition(".")[0] not in _LIBRARIES

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -56,11 +56,13 @@ class Rows(NamedTuple):
         local: Number of rows of this rank.
         start: Number of rows of the ranks before it.
         total: Number of rows of all ranks.
+        order: Place of each local row among all rows. None: one after the other, from ``start`` on.
     """
 
     local: int
     start: int
     total: int
+    order: tuple[int, ...] | None = None
 
 
 def whole_shape(shape: Sequence[int], place: RowPlace, total: int) -> list[int]:
@@ -72,6 +74,11 @@ def whole_shape(shape: Sequence[int], place: RowPlace, total: int) -> list[int]:
 
 def own_part(whole: Tensor, place: RowPlace, rows: Rows) -> Tensor:
     """Return this rank's rows of a tensor of all rows, as a view where possible."""
+    if rows.order is not None:
+        own = empty_whole(whole, place, rows.local)
+        picked = _rows_apart(whole, place, rows.total)[_at(place, rows.order)]
+        _rows_apart(own, place, rows.local).copy_(picked)
+        return own
     if place.outer == 1:
         return whole.narrow(place.dim, rows.start * place.inner, rows.local * place.inner)
     blocks = _blocks(whole, place, rows.total)
@@ -81,6 +88,9 @@ def own_part(whole: Tensor, place: RowPlace, rows: Rows) -> Tensor:
 
 def put_own_(whole: Tensor, own: Tensor, place: RowPlace, rows: Rows) -> None:
     """Write this rank's rows into a tensor of all rows."""
+    if rows.order is not None:
+        _rows_apart(whole, place, rows.total)[_at(place, rows.order)] = _rows_apart(own, place, rows.local)
+        return
     blocks = _blocks(whole, place, rows.total)
     target = blocks.narrow(place.dim + 1, rows.start * place.inner, rows.local * place.inner)
     target.copy_(_blocks(own, place, rows.local))
@@ -94,6 +104,21 @@ def _blocks(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
     step = strides[place.dim]
     strides[place.dim : place.dim + 1] = [step * rows * place.inner, step]
     return tensor.as_strided(shape, strides)
+
+
+def _rows_apart(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
+    """Return a view with three dimensions in place of that of the rows: blocks, rows, entries of a row."""
+    shape = list(tensor.shape)
+    shape[place.dim : place.dim + 1] = [place.outer, rows, place.inner]
+    strides = list(tensor.stride())
+    step = strides[place.dim]
+    strides[place.dim : place.dim + 1] = [step * rows * place.inner, step * place.inner, step]
+    return tensor.as_strided(shape, strides)
+
+
+def _at(place: RowPlace, order: Sequence[int]) -> tuple[Any, ...]:
+    """Return the index of rows in the result of ``_rows_apart``."""
+    return (*[slice(None)] * (place.dim + 1), list(order))
 
 
 def empty_whole(like: Tensor, place: RowPlace, total: int) -> Tensor:

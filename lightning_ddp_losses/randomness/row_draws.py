@@ -63,6 +63,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device_of_draws()
         self._states = [torch_states(self._device)] * 2  # after the last draw of forward, and after the last draw
         self._has_shared = False
+        self._is_paused = False
         self.notes: list[DrawNote] = []
         self.refusals: list[Refusal] = []
         self.sharing = False
@@ -74,7 +75,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
             return
         # a checkpointed layer runs again in backward
-        with self._sizes, compat.in_backward(self._sizes), self:
+        with compat.around_fsdp_exchanges(self.paused), self._sizes, compat.in_backward(self._sizes), self:
             yield
         self._compare_state(torch_states(self._device), "the end of the step")
         if self._sizes.use.branch:
@@ -119,9 +120,21 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sharing = False
         self._has_shared = True
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See nothing inside the block: neither operators nor sizes."""
+        before = self._is_paused, self._sizes.is_paused
+        self._is_paused = self._sizes.is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused, self._sizes.is_paused = before
+
     # ------------------------------------------------------------------ operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         before, self._sizes.is_paused = self._sizes.is_paused, True
         try:
             return self._run_operator(func, args, kwargs or {})

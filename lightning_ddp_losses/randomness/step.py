@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +30,25 @@ _TITLE = "global_randomness"
 _OTHER_GENERATORS = ("numpy", "python")
 
 
+class PlannedRows(NamedTuple):
+    """Rows of a batch that somebody has put together from the rows of a larger one.
+
+    Attributes:
+        order: Place of each row in the larger batch.
+        total: Rows of that batch.
+        seed: Seed of its draws.
+    """
+
+    order: tuple[int, ...]
+    total: int
+    seed: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all rows, in their order."""
+        return self.order == tuple(range(self.total))
+
+
 class RandomStep:
     """The random numbers of one step.
 
@@ -37,6 +56,8 @@ class RandomStep:
         batch: The batch of this rank: a tensor or a nest of tensors with rows.
         row_dim: The dimension of the batch that counts its rows.
         group: Process group. None is the world.
+        planned: Which rows of a larger batch they are. None: the ranks' batches after each other are that batch.
+        takes_blocks: Whether a block inside is a part of this step, and not an error.
 
     Raises:
         InputError: on every rank, for a batch without rows, or with different numbers of them.
@@ -46,11 +67,22 @@ class RandomStep:
     Communication: one handshake. One more if generators are not in the same state on all ranks.
     """
 
-    def __init__(self, batch: Any, *, row_dim: int = 0, group: Group = None) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        *,
+        row_dim: int = 0,
+        group: Group = None,
+        planned: PlannedRows | None = None,
+        takes_blocks: bool = False,
+    ) -> None:
         self._group = group
+        self.takes_blocks = takes_blocks
         with handshake.raising_on_all_ranks(_TITLE, group=group):
             _refuse_nesting()
             local = rows_in(batch, row_dim)
+            if planned is not None and len(planned.order) != local:
+                raise InputError(f"{_TITLE}: rows", expected=f"{len(planned.order)} of them", got=local)
         states = own_states()
         payload = _COUNT.pack(local) + digest_of(states)
         payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim}, payload, group=group)
@@ -60,7 +92,10 @@ class RandomStep:
             take_states_(states, 0, process_groups.rank(group) == 0, group)
         self._local = local
         rank = process_groups.rank(group)
-        self._draws = RowDraws(Rows(local, sum(self._counts[:rank]), sum(self._counts)))
+        rows = Rows(local, sum(self._counts[:rank]), sum(self._counts))
+        if planned is not None:
+            rows = Rows(local, 0, planned.total, planned.order)
+        self._draws = RowDraws(rows)
         for tensor in inputs.tensors_in(batch):
             if tensor.ndim > row_dim:
                 self._draws.mark(tensor, Mark(RowPlace(row_dim)))
@@ -81,6 +116,10 @@ class RandomStep:
             self._compare_others("the end of the step")
         finally:
             _active.remove(self)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context whose operators are no part of the step."""
+        return self._draws.paused()
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
@@ -227,6 +266,17 @@ def active_step() -> RandomStep | None:
     if not _active:
         return None
     return _active[-1]
+
+
+@contextmanager
+def beside_the_step() -> Iterator[None]:
+    """Run code inside the block that is no part of the step, such as a measurement. Its draws and sizes are not seen."""
+    step = active_step()
+    if step is None:
+        yield
+        return
+    with step.paused():
+        yield
 
 
 def rows_in(batch: Any, row_dim: int) -> int:

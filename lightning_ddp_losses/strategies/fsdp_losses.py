@@ -105,7 +105,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, at the memory of FSDP2.
 
     Args:
-        losses: See ``DDPLossStrategy``, as for all options down to ``uneven``. ``[]`` is plain ``ModelParallelStrategy``.
+        losses: See ``DDPLossStrategy``, as for all options down to ``randomness``. ``[]`` is plain ``ModelParallelStrategy``.
         adopt: See there.
         check_calls: See there. Ranks meet when backward reaches the first sharded module, before it gathers anything.
         loss_reduce_dtype: See there.
@@ -114,6 +114,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         use_global_sampler: See there.
         evaluation: See there.
         uneven: See there.
+        randomness: See there.
         data_parallel_size: Ranks over which the model is divided: all of them.
         tensor_parallel_size: 1. Tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
         save_distributed_checkpoint: If True, a checkpoint is a folder into which each rank writes its part. Else it is one file.
@@ -157,6 +158,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         use_global_sampler: bool = False,
         evaluation: Literal["exact", "padded"] = "exact",
         uneven: Literal["error", "join", "stop"] = "error",
+        randomness: Literal["rank", "global"] = "rank",
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,

@@ -152,6 +152,11 @@ class LossHooks(HostStrategy):
         return self._losses.options.accumulation
 
     @property
+    def randomness(self) -> str:
+        """Which random numbers training steps draw."""
+        return self._losses.options.randomness
+
+    @property
     def evaluation(self) -> str:
         """How rows are dealt in validation, test and prediction: ``"exact"`` or ``"padded"``."""
         return self._losses.options.evaluation

@@ -229,6 +229,7 @@ def cross_entropy() -> nn.Module:
     return GlobalBatchLoss(nn.CrossEntropyLoss())
 
 
+EXACT_DRAWS = DDPLossStrategy(randomness="global")
 BATCHED = {"strategy": DDPLossStrategy(global_batch="auto")}
 ACCUMULATED_CLIPPED = {"trainer_kwargs": AS_GIVEN_ACCUMULATED["trainer_kwargs"] | {"gradient_clip_val": 0.1}}
 HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
@@ -249,7 +250,8 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
         GLOBAL | {"trainer_kwargs": {"sync_batchnorm": True}},
     ),
     "batch norm switched off": (m.BatchNorm, even, {"without": ["batch_norm"]}),
-    "dropout switched off": (m.Dropout, even, {"without": ["randomness"]}),
+    "dropout, with the draws of one process": (m.Dropout, even, {"randomness": "global"}),
+    "dropout under a strategy that draws as one process": (m.Dropout, even, {"strategy": EXACT_DRAWS}),
     "uneven batches switched off": (Module, two_eight, AS_GIVEN | {"without": ["uneven"]}),
     "a class-sharded weight": (m.Sharded, even, GLOBAL),
     "a class-sharded weight with replicas": (m.ShardedTwice, even, GLOBAL),

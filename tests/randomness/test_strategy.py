@@ -1,9 +1,10 @@
-"""`DDPLossStrategy(randomness="global")`: a Trainer on W ranks trains as plain torch in one process, also after a resume on other ranks."""
+"""`randomness="global"` of both strategies: W ranks train as plain torch in one process, also after a resume on other ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from lightning_ddp_losses import ConfigurationError, DDPLossStrategy
+from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, ModelParallelLossStrategy
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
@@ -26,19 +29,52 @@ from tests.randomness.models import batches, loss_of, make
 from tests.strategies.test_resuming import Kill, Killed
 
 ROWS, G, EPOCHS, SEED, RATE = 36, 12, 2, 11, 0.01
+Splits = list[tuple[int, ...]]
+UNEVEN: dict[int, Splits] = {1: [(12,)] * 3, 2: [(7, 5), (12, 0), (2, 10)], 3: [(3, 4, 5), (6, 0, 6), (0, 12, 0)]}
+STRATEGIES = {"ddp": DDPLossStrategy, "fsdp2": partial(ModelParallelLossStrategy, save_distributed_checkpoint=False)}
 MODELS = ("vit block", "re-entrant checkpoint", "checkpoint", "diffusion", "numbers that all rows share")
+
+
+class OwnRows(Dataset):
+    """The rows of this rank, batch by batch."""
+
+    def __init__(self, x: Tensor, splits: Splits) -> None:
+        rank = dist.get_rank()
+        self.parts = []
+        for counts, rows in zip(splits, x.split(G), strict=True):
+            start = sum(counts[:rank])
+            self.parts.append([rows[start : start + counts[rank]]])
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        return self.parts[index]
 
 
 class Module(LightningModule):
     """Trains one of the models, and lets each rank draw other numbers between the steps."""
 
-    def __init__(self, name: str, *, automatic: bool = True) -> None:
+    def __init__(self, name: str, *, automatic: bool = True, splits: Splits | None = None) -> None:
         super().__init__()
         self.net = make(name)
+        self.splits = splits
         self.automatic_optimization = automatic
         self.seen: list[int] = []
 
+    def configure_model(self) -> None:
+        """Divide the model under FSDP2."""
+        mesh = self.device_mesh
+        if mesh is None or any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            return
+        fully_shard(self.net, mesh=mesh["data_parallel"])
+
     def train_dataloader(self) -> DataLoader:
+        if self.splits is not None:
+            x = batches([ROWS])[0]
+            return DataLoader(OwnRows(x, self.splits), batch_size=None)
         sampler = GlobalBatchSampler.batches(SequentialSampler(range(ROWS)), G, seed=0)
         return DataLoader(TensorDataset(batches([ROWS])[0]), batch_sampler=sampler)
 
@@ -78,52 +114,77 @@ def by_hand(name: str, window: int = 1) -> dict[str, Tensor]:
 
 
 def fit(
-    name: str, kill: int | None = None, path: str = "", load: str | None = None, window: int = 1, **kind: Any
+    name: str,
+    kill: int | None = None,
+    path: str = "",
+    load: str | None = None,
+    window: int = 1,
+    strategy: str = "ddp",
+    **kind: Any,
 ) -> dict[str, Tensor]:
     """Train on the ranks of this group. Return the weights."""
     module = Module(name, **kind)
     torch.manual_seed(SEED)
     callbacks = [] if kill is None else [Kill("on_train_batch_end", kill, path)]
-    strategy = DDPLossStrategy(randomness="global")
-    trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=callbacks, accumulate_grad_batches=window)
+    made = STRATEGIES[strategy](randomness="global")
+    trainer = make_trainer(made, max_epochs=EPOCHS, callbacks=callbacks, accumulate_grad_batches=window)
     with contextlib.suppress(Killed):
         trainer.fit(module, ckpt_path=load)
     assert not compat.is_in_dispatch_mode()
-    return dict(module.state_dict())
+    weights = {}
+    for key, value in module.state_dict().items():
+        weights[key] = value.full_tensor() if isinstance(value, DTensor) else value
+    return weights
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @each_rank()
-def test_a_fit_is_that_of_one_process(world_size: int) -> None:
+def test_a_fit_is_that_of_one_process(world_size: int, strategy: str) -> None:
     for name in MODELS:
         expected = by_hand(name)
-        for key, value in fit(name).items():
+        for key, value in fit(name, strategy=strategy).items():
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [2, 3])
+@each_rank()
+def test_uneven_rows_and_ranks_without_rows(world_size: int, strategy: str) -> None:
+    for name in ("vit block", "checkpoint"):
+        expected = by_hand(name)
+        for key, value in fit(name, strategy=strategy, splits=UNEVEN[world_size]).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @each_rank(2)
-def test_manual_optimisation() -> None:
+def test_manual_optimisation(strategy: str) -> None:
     expected = by_hand("vit block")
-    for key, value in fit("vit block", automatic=False).items():
+    for key, value in fit("vit block", automatic=False, strategy=strategy).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @each_rank(2)
-def test_accumulation() -> None:
+def test_accumulation(strategy: str) -> None:
     expected = by_hand("checkpoint", window=3)
-    for key, value in fit("checkpoint", window=3).items():
+    for key, value in fit("checkpoint", window=3, strategy=strategy).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
 
 
-def _part(name: str, kill: int | None, path: str, load: str | None) -> dict[str, Tensor]:
-    return fit(name, kill, path, load)
+def _part(strategy: str, kill: int | None, path: str, load: str | None) -> dict[str, Tensor]:
+    return fit("checkpoint", kill, path, load, strategy=strategy)
 
 
-def test_a_run_resumed_on_other_ranks_draws_what_it_would_have_drawn(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_resumed_on_other_ranks_draws_what_it_would_have_drawn(
+    pool: RankPool, tmp_path: Path, strategy: str
+) -> None:
     """Killed at step 2 of the second epoch on two ranks, resumed on three."""
     path = str(tmp_path / "killed.ckpt")
-    pool.run(2, _part, "checkpoint", 5, path, None)
-    weights = pool.run(3, _part, "checkpoint", None, "", path)[0]
+    pool.run(2, _part, strategy, 5, path, None)
+    weights = pool.run(3, _part, strategy, None, "", path)[0]
     for key, value in by_hand("checkpoint").items():
         torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
 
