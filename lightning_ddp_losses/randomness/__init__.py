@@ -7,6 +7,8 @@
 * ``whole_draws``: draws for all rows, of which a rank keeps its own
 * ``notes``: what a rank notes of a step, for the comparison at its end
 * ``row_draws``: the mode that sees the operators of a step
+* ``one_row``, ``twin_table``: the mode of a rank with one row, which does not show where it is
+* ``state_watch``: draws that no operator has made
 * ``shared_states``: generators of all ranks in one state
 * ``step``: a step from its beginning to the comparison at its end
 * ``block``: ``global_randomness``, for loops written by hand

@@ -42,12 +42,13 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
     Raises:
         ConfigurationError: on every rank, for an operator whose numbers cannot be drawn row by row (fused attention with dropout,
             ``randperm``, ``poisson``, ``rrelu``), for draws that decide the order of rows, and for a draw whose rows are not certain, with
-            the user's line. Also if a rank has exactly one row.
+            the user's line.
         InputError: on every rank, for a batch without rows.
         RankMismatchError: on every rank, at the end of the block, if ranks with rows drew differently.
 
     The price: each rank draws for all rows, so a draw takes W times as long, and each operator is followed in Python. A step of an encoder
-    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times on 8. Not followed:
+    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times on 8. A rank with one row runs each
+    call of forward for two rows as well, as one row does not show which dimension counts rows. Not followed:
     generators that the user makes in numpy or Python, branches on ``len(x)``, and loops that draw once for each row of the rank. Batch norm
     without synchronisation is another layer on W ranks, with draws or without.
 

@@ -3,7 +3,7 @@
 A tensor of ``B`` local rows is often laid out with the rows first, as ``(B, D)``. It may be ``(T, B, D)`` too, ``(B * H, T, T)`` in
 attention, or ``(2 * B, D)`` after two views were concatenated. In one process the same tensor has ``G`` rows in the same place.
 
-A rank has two rows or more, or none. With one row, sizes and strides do not tell what counts rows.
+With one row, sizes and strides do not tell what counts rows (``one_row``).
 """
 
 from __future__ import annotations

@@ -22,23 +22,21 @@ from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, Row
 from lightning_ddp_losses.randomness.row_sizes import RowCount, RowSizes
 from lightning_ddp_losses.randomness.row_table import RowTable
 from lightning_ddp_losses.randomness.rules import LostRowsError, OperatorCall, places_after
-from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
+from lightning_ddp_losses.randomness.state_watch import StateWatch
 from lightning_ddp_losses.randomness.whole_draws import (
     CannotDrawError,
     draw_own_part,
-    draws_nothing,
+    draws_numbers,
     operator_name,
     shape_drawn,
 )
 
-_NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, and it does not
-_OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _MAKES_SHAPE = {"expand", "repeat", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
 _VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
 _SPLITS = {"split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes"}
 _STRETCHES = {"expand", "repeat"}
 _REORDERS = {"index", "index_select", "take", "gather", "flip", "roll", "slice", "select", "split", "unbind", "sort"}
-_READS_NUMBERS = {"_local_scalar_dense", "item"}
 
 
 class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -57,11 +55,10 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
         self._table = RowTable()
-        self._sizes = RowSizes(self.mark_of)
+        self._sizes = RowSizes(self.mark_of, rows.local)
         self._sizes.reads_draws = self._refuse_reading
         self._sizes.shares_memory = self._table.lose_
-        self._device = device_of_draws()
-        self._states = [torch_states(self._device)] * 2  # after the last draw of forward, and after the last draw
+        self._generator = StateWatch()
         self._has_shared = False
         self.notes: list[DrawNote] = []
         self.refusals: list[Refusal] = []
@@ -76,7 +73,11 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a checkpointed layer runs again in backward
         with self._sizes, compat.in_backward(self._sizes), self:
             yield
-        self._compare_state(torch_states(self._device), "the end of the step")
+        self._end()
+
+    def _end(self) -> None:
+        """Refuse what is known at the end of the step only."""
+        self._compare_state("the end of the step")
         if self._sizes.use.branch:
             self.refuse(
                 f"a comparison {self._sizes.use.branch} of the number of rows",
@@ -101,7 +102,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a tensor from outside of the step
         known = WITHOUT_ROWS
         is_parameter = isinstance(tensor, nn.Parameter)
-        if not is_parameter and any(self._sizes.may_count_rows(size, self._rows.local) for size in tensor.shape):
+        if not is_parameter and any(self._sizes.may_count_rows(size) for size in tensor.shape):
             known = LOST
         self._table.write_(tensor, known)
         return known
@@ -131,12 +132,12 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         marks = [self.mark_of(tensor) for tensor in tensors]
-        if func.namespace in _OF_COLLECTIVES:
+        if func.namespace in OF_COLLECTIVES:
             if any(mark.place is not None or mark.is_lost for mark in marks):
                 for tensor in tensors:
                     self._table.lose_(tensor)
             return func(*args, **kwargs)
-        if self._draws(func, args, kwargs):
+        if draws_numbers(func, args, kwargs):
             return self._draw(func, args, kwargs, tensors, marks)
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
@@ -145,11 +146,6 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif any(mark.is_summed for mark in marks) and compat.graph_task_id() == -1:
             self._refuse_reading(operator_name(func))
         return result
-
-    def _draws(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return False
-        return operator_name(func) not in _NAMES_OF_CHOICES and not draws_nothing(func, args, kwargs)
 
     def _follow(
         self,
@@ -267,9 +263,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = [size for number, size in enumerate(given) if number != dim]
         if any(isinstance(size, RowCount) for size in others):
             return False
-        return not (
-            self._sizes.has_escaped() and any(self._sizes.may_count_rows(size, self._rows.local) for size in others)
-        )
+        return not (self._sizes.has_escaped() and any(self._sizes.may_count_rows(size) for size in others))
 
     def _fits_sizes(self, place: RowPlace | None, shape: Sequence[int]) -> bool:
         """Return whether the sizes that the user gives a view say for certain that the rows are there."""
@@ -282,7 +276,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         if not 0 <= dim < len(given) or given[dim] is None or isinstance(given[dim], RowCount):
             return True
-        may_count_rows = any(self._sizes.may_count_rows(size, self._rows.local) for size in others)
+        may_count_rows = any(self._sizes.may_count_rows(size) for size in others)
         return not may_count_rows and (given[dim] == -1 or -1 not in others)
 
     def _mark_by_size(self, name: str, func: Any, tensors: Sequence[Tensor], shape: Sequence[int]) -> Mark:
@@ -299,13 +293,11 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = self._sizes.given or ()
             sizes = given if len(given) == len(shape) else shape
             others = [size for dim, size in enumerate(sizes) if dim != place.dim]
-            has_doubt = self._sizes.has_escaped() and any(
-                self._sizes.may_count_rows(size, self._rows.local) for size in others
-            )
+            has_doubt = self._sizes.has_escaped() and any(self._sizes.may_count_rows(size) for size in others)
             return Mark(place) if is_there and not has_doubt else LOST
         given = self._sizes.given or ()
         sizes = given if len(given) == len(shape) else shape
-        if any(self._sizes.may_count_rows(size, self._rows.local) for size in sizes):
+        if any(self._sizes.may_count_rows(size) for size in sizes):
             return LOST
         return WITHOUT_ROWS
 
@@ -316,7 +308,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         line = users_line()
         generator = kwargs.get("generator")
         if generator is None:
-            self._compare_state(torch_states(self._device), f"{name} at {line}")
+            self._compare_state(f"{name} at {line}")
         if tensors:
             shape = list(tensors[0].shape)
             dtype = str(tensors[0].dtype)
@@ -331,9 +323,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._run(func, args, kwargs, place, line)
         for output in tensors_in(result):
             self._table.write_(output, Mark(place, is_drawn=name != "native_dropout"))
-        self._states[1] = torch_states(self._device)
-        if compat.graph_task_id() == -1:
-            self._states[0] = self._states[1]
+        self._note_state()
         return result
 
     def _place_drawn(
@@ -384,16 +374,19 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"{operator_name(func)} at {line}", error.got, error.fix)
             return func(*args, **kwargs)
 
-    def _compare_state(self, state: Tensor, where: str) -> None:
-        """Refuse draws that no operator has made. Backward puts states back for layers that run again."""
-        if compat.graph_task_id() != -1 or any(torch.equal(state, each) for each in self._states):
+    def _compare_state(self, where: str) -> None:
+        """Refuse draws that no operator has made."""
+        if not self._generator.has_moved_unseen():
             return
         self.refuse(
             f"torch's generator before {where}",
             "a state that no draw of the step has left: it was seeded, set, or drawn from in code that torch does not show",
             "Seed and set no generator inside the step, and compile nothing that draws.",
         )
-        self._states = [state] * 2
+
+    def _note_state(self) -> None:
+        """Note the state after a draw."""
+        self._generator.note_draw()
 
     def _refuse_reading(self, name: str) -> None:
         self.refuse(

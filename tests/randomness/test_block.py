@@ -28,13 +28,19 @@ from tests.randomness.models import CASES, SHARED, batches, loss_of, make, one_p
 
 # rows of each rank in each of five steps
 SPLITS: dict[int, dict[str, list[tuple[int, ...]]]] = {
-    1: {"one": [(4,)] * 5},
+    1: {"four rows": [(4,)] * 5, "one row": [(1,)] * 2},
     2: {
         "even": [(3, 3)] * 5,
         "uneven": [(4, 2)] * 5,
         "a rank without rows in alternate steps": [(0, 4), (2, 2), (4, 0), (3, 2), (0, 4)],
+        "one row": [(1, 1), (1, 5), (1, 1), (4, 1), (1, 1)],
+        "one row of all": [(0, 1), (1, 0)],
     },
-    3: {"uneven": [(3, 2, 4)] * 5, "a rank without rows in alternate steps": [(2, 0, 2), (2, 2, 3)] * 2 + [(0, 0, 3)]},
+    3: {
+        "uneven": [(3, 2, 4)] * 5,
+        "a rank without rows in alternate steps": [(2, 0, 2), (2, 2, 3)] * 2 + [(0, 0, 3)],
+        "one row": [(1, 1, 1), (2, 1, 1), (1, 3, 1)],
+    },
 }
 WORLDS = [(world, split) for world, splits in SPLITS.items() for split in splits]
 
@@ -227,6 +233,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     ),
     "a draw with rows that is declared to be shared": (lambda x: shared_dropout(x), "inside of shared_draws()"),
 }
+# slices that take no row or all, and calls that fail
+NOT_WITH_ONE_ROW = {"a part of the rows", "all rows by chance", "a view with its rows by chance", "randint"}
 WEIGHT = torch.nn.Parameter(torch.ones(4))
 
 
@@ -270,6 +278,21 @@ def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) ->
     random.setstate(before[2])
     assert text in str(caught.value)
     assert "test_block.py:" in str(caught.value) or "the end of the step" in str(caught.value) or "branch" in case
+
+
+@each_rank(2)
+def test_on_one_row_the_same_is_refused() -> None:
+    x = torch.ones(2, 4)
+    own = own_rows(x, (1, 1))
+    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    for case, (draw, _) in REFUSED.items():
+        if case in NOT_WITH_ONE_ROW:
+            continue
+        with pytest.raises(ConfigurationError), global_randomness(rows=own):
+            draw(own)
+        torch.set_rng_state(before[0])
+        numpy.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 @each_rank(2)
@@ -330,8 +353,6 @@ def test_bad_input_is_refused_on_all_ranks() -> None:
         given = rows if dist.get_rank() else x
         with pytest.raises(DDPLossError, match="global_randomness: rows"), global_randomness(rows=given):
             pass
-    with pytest.raises(ConfigurationError, match="two rows or more"), global_randomness(rows=x[: 1 + dist.get_rank()]):
-        pass
     twice = [global_randomness(rows=x) for _ in range(2)]
     with pytest.raises(ConfigurationError, match="a block inside a block"), twice[0], twice[1]:
         pass
