@@ -7,7 +7,7 @@ are both this row, without gradients and with the generators put back, and then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.notes import users_line
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, memory_order
 from lightning_ddp_losses.randomness.row_draws import OF_COLLECTIVES, RowDraws
+from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.row_sizes import OtherSize, RowCount, RowSizes
 from lightning_ddp_losses.randomness.shared_states import generators_put_back
 from lightning_ddp_losses.randomness.twin_table import NO_TWIN, TwinTable, map_call
@@ -64,13 +65,14 @@ class OneRowDraws(RowDraws):
 
     Args:
         rows: Rows of this rank among those of all ranks.
+        orders: Draws orders of rows, None if they cannot be exchanged.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        super().__init__(_TWIN)
+    def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
+        super().__init__(_TWIN, orders)
         self._own_rows = rows
         self._twins = TwinTable()
-        self._sizes = OneRowSizes(self._mark_of_own, self._run_twice)
+        self._sizes = OneRowSizes(self.mark_of_own, rows.local, self.run_call)
         self._sizes.reads_draws = self._refuse_reading
         self._sizes.shares_memory = self._lose_own
         self._own = OwnDraws(self)
@@ -101,7 +103,8 @@ class OneRowDraws(RowDraws):
             return WITHOUT_ROWS
         return known
 
-    def _mark_of_own(self, tensor: Tensor) -> Mark:
+    def mark_of_own(self, tensor: Tensor) -> Mark:
+        """Return where the row of a tensor is."""
         twin = self._twins.read(tensor)
         if twin is None:
             return WITHOUT_ROWS
@@ -117,7 +120,7 @@ class OneRowDraws(RowDraws):
 
     # ------------------------------------------------------------------ calls of the user
 
-    def _run_twice(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call of the user for the twin, and then for the row."""
         name = getattr(func, "__name__", "")
         if name in _NOT_TWICE or self._is_twin_running:
@@ -126,6 +129,8 @@ class OneRowDraws(RowDraws):
         has_run, twins = self._run_twin(name, func, call)
         before, self._expected = self._expected, self._drawn
         self._drawn = []
+        if self._has_misused_order:
+            args, kwargs = map_call(self._in_range, args), map_call(self._in_range, kwargs)
         try:
             result = func(*args, **kwargs)
         finally:
@@ -139,6 +144,7 @@ class OneRowDraws(RowDraws):
         """Return whether the call ran for the twin, and the tensors that it returned."""
         notes = len(self.notes)
         self._drawn = []
+        self._has_misused_order = False
         self._is_twin_running = True
         try:
             if call.is_lost:
@@ -153,9 +159,15 @@ class OneRowDraws(RowDraws):
         finally:
             self._is_twin_running = False
 
+    def _in_range(self, part: Any) -> Any:
+        """Return an order that picks this rank's row, in a step that has refused how it is used."""
+        if isinstance(part, Tensor) and self.mark_of_own(part).is_order:
+            return torch.zeros_like(part)
+        return part
+
     def _refuse_unfollowed(self, name: str, call: _TwinCall) -> None:
         """Refuse a call that cannot be followed, if draws are in it that may decide the order of rows."""
-        marks = [self._mark_of_own(tensor) for tensor in call.own]
+        marks = [self.mark_of_own(tensor) for tensor in call.own]
         if compat.graph_task_id() != -1:
             return
         if name in _NUMBERS:
@@ -219,9 +231,10 @@ class OneRowDraws(RowDraws):
         if not self._is_twin_running:
             super()._compare_state(where)
 
-    def _note_state(self) -> None:
+    def note_state(self) -> None:
+        """Note the state after a draw of the row."""
         if not self._is_twin_running:
-            super()._note_state()
+            super().note_state()
 
     def _run(self, func: Any, args: Any, kwargs: Any, place: RowPlace | None, line: str) -> Any:
         """Draw for the twin, and put the generators back."""
@@ -252,7 +265,7 @@ class OneRowDraws(RowDraws):
             result = self._draw_in_order(func, args, kwargs, draw, line)
         else:
             result = func(*args, **kwargs)
-        self._note_state()
+        self.note_state()
         return result
 
     def _draw_in_order(self, func: Any, args: Any, kwargs: dict[str, Any], draw: TwinDraw, line: str) -> Any:
@@ -283,7 +296,7 @@ class OneRowDraws(RowDraws):
 
     def lose_own(self, tensors: Sequence[Tensor]) -> None:
         """Lose rows that are exchanged between ranks."""
-        marks = [self._mark_of_own(tensor) for tensor in tensors]
+        marks = [self.mark_of_own(tensor) for tensor in tensors]
         if any(mark.place is not None or mark.is_lost for mark in marks):
             for tensor in tensors:
                 self._lose_own(tensor)
@@ -324,20 +337,7 @@ class OwnDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class OneRowSizes(RowSizes):
-    """Sees the calls of the user, and runs each twice.
-
-    Args:
-        mark_of: Returns the mark of a tensor.
-        run_twice: Runs a call.
-    """
-
-    def __init__(self, mark_of: Callable[[Tensor], Mark], run_twice: Callable[[Any, Any, Any], Any]) -> None:
-        super().__init__(mark_of, 1)
-        self._run_twice = run_twice
-
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of the user for the twin, and for the row."""
-        return self._run_twice(func, args, kwargs)
+    """Marks sizes that are read from tensors with one row."""
 
     def may_count_rows(self, size: int) -> bool:
         """Return whether a number that was not read as a number of rows may be one: any, as soon as there is a plain 1 of it."""

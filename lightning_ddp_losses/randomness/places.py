@@ -37,12 +37,14 @@ class Mark(NamedTuple):
         is_lost: Whether rows may be in it in an unknown place or another order.
         is_drawn: Whether its values come from draws only.
         is_summed: Whether draws of this rank's rows were summed in it.
+        is_order: Whether its values are numbers of rows of all ranks.
     """
 
     place: RowPlace | None = None
     is_lost: bool = False
     is_drawn: bool = False
     is_summed: bool = False
+    is_order: bool = False
 
 
 WITHOUT_ROWS = Mark()

@@ -163,6 +163,7 @@ class RowSizes(TorchFunctionMode):
     Args:
         mark_of: Returns the mark of a tensor.
         rows: Number of rows of this rank.
+        run_call: Runs a call of the user.
 
     Attributes:
         use: What the step does with sizes.
@@ -173,9 +174,12 @@ class RowSizes(TorchFunctionMode):
         shares_memory: Called for a tensor whose memory other code may write.
     """
 
-    def __init__(self, mark_of: Callable[[Tensor], Mark], rows: int) -> None:
+    def __init__(
+        self, mark_of: Callable[[Tensor], Mark], rows: int, run_call: Callable[[Any, Any, dict[str, Any]], Any]
+    ) -> None:
         super().__init__()
         self._mark_of = mark_of
+        self._run_call = run_call
         self._rows = rows
         self.use = SizeUse(rows)
         self.is_paused = False
@@ -196,7 +200,7 @@ class RowSizes(TorchFunctionMode):
         if name in _ESCAPES and isinstance(args[0], Tensor):
             self._escape(name, args[0])
         if name not in _MAKERS and name not in _DROP_CHANNELS:
-            return self.call(func, args, kwargs)
+            return self._run_call(func, args, kwargs)
         before = self.given, self.numbers
         if name in _DROP_CHANNELS:
             self.given = tuple(self._with_rows(args[0], args[0].shape)[:2])  # of the noise, one number for each channel
@@ -204,13 +208,9 @@ class RowSizes(TorchFunctionMode):
             self.given = _sizes_among(name, args, kwargs)
         self.numbers = tuple(value for value in [*args, *kwargs.values()] if isinstance(value, int))
         try:
-            return self.call(func, args, kwargs)
+            return self._run_call(func, args, kwargs)
         finally:
             self.given, self.numbers = before
-
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of the user."""
-        return func(*args, **kwargs)
 
     def declared_dims(self) -> list[int]:
         """Return the dimensions whose sizes were read from a tensor with rows, among those of the user's call."""

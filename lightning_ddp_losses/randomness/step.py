@@ -22,6 +22,7 @@ from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, users_line
 from lightning_ddp_losses.randomness.one_row import OneRowDraws
 from lightning_ddp_losses.randomness.places import WITHOUT_ROWS, Mark, RowPlace, Rows
 from lightning_ddp_losses.randomness.row_draws import RowDraws
+from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.shared_states import DIGEST_BYTES, digest_of, own_states, take_states_
 
 _COUNT = struct.Struct("<q")
@@ -60,7 +61,8 @@ class RandomStep:
         self._local = local
         rank = process_groups.rank(group)
         rows = Rows(local, sum(self._counts[:rank]), sum(self._counts))
-        self._draws = OneRowDraws(rows) if local == 1 else RowDraws(rows)
+        orders = None if 0 in self._counts else RowOrders(rows, group)
+        self._draws = OneRowDraws(rows, orders) if local == 1 else RowDraws(rows, orders)
         for tensor in inputs.tensors_in(batch):
             if tensor.ndim > row_dim:
                 self._draws.mark(tensor, Mark(RowPlace(row_dim)))
