@@ -60,7 +60,7 @@ class TwinDraw(NamedTuple):
     shapes: Sequence[torch.Size]
 
 
-class OneRowDraws(RowDraws):
+class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
     """Sees the operators of the twin.
 
     Args:
