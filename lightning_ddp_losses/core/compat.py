@@ -31,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm, dropout, loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # ---------------------------------------------------------------------- torch 2.13
 
@@ -449,6 +450,10 @@ def operator_schema(function: Any) -> Any:
 
 MemoryReference = StorageWeakRef
 """Refers weakly to the memory of a tensor. Two are equal that refer to the same memory."""
+
+
+WeakTensorKeys = WeakTensorKeyDictionary
+"""A dict by tensor, each as long as the tensor is alive. Torch keeps it outside of its documentation."""
 
 
 def memory_reference(tensor: Tensor) -> StorageWeakRef | None:

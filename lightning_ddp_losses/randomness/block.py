@@ -28,6 +28,10 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
     rows if one of them was read from such a tensor (``x.shape[0]``). Any other draw is an error, at the end of the block, until you say
     what it is: ``with_rows(tensor)``, or ``shared_draws()`` around numbers that all rows share.
 
+    An order of rows, as in Mixup, is one of all rows if each rank has rows: ``order = torch.randperm(x.shape[0])``, also ``randint``,
+    ``multinomial`` with replacement or without, and ``argsort`` of draws, one number for each row. ``x[order]`` picks rows of all ranks,
+    and their gradients go back to the ranks that have them. Any other use of an order is an error.
+
     Args:
         rows: The batch of this rank: a tensor, or a nest of tensors with rows.
         row_dim: Dimension of the batch that counts its rows.
@@ -37,17 +41,19 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
         would be other numbers.
 
     Communication: one handshake when the block begins and one when it ends. One more each if generators are in different states, as after
-        a step in which a rank had no rows. None in a world of one, where nothing changes.
+        a step in which a rank had no rows. For each ``x[order]`` a handshake and a gather of all rows, and an exchange of as many in
+        backward. None in a world of one, where nothing changes.
 
     Raises:
         ConfigurationError: on every rank, for an operator whose numbers cannot be drawn row by row (fused attention with dropout,
-            ``randperm``, ``poisson``, ``rrelu``), for draws that decide the order of rows, and for a draw whose rows are not certain, with
-            the user's line. Also if a rank has exactly one row.
+            ``poisson``, ``rrelu``), for draws that decide the order of rows otherwise than above, and for a draw whose rows are not
+            certain, with the user's line.
         InputError: on every rank, for a batch without rows.
         RankMismatchError: on every rank, at the end of the block, if ranks with rows drew differently.
 
     The price: each rank draws for all rows, so a draw takes W times as long, and each operator is followed in Python. A step of an encoder
-    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times on 8. Not followed:
+    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times on 8. A rank with one row runs each
+    call of forward for two rows as well, as one row does not show which dimension counts rows. Not followed:
     generators that the user makes in numpy or Python, branches on ``len(x)``, and loops that draw once for each row of the rank. Batch norm
     without synchronisation is another layer on W ranks, with draws or without.
 

@@ -3,7 +3,7 @@
 A tensor of ``B`` local rows is often laid out with the rows first, as ``(B, D)``. It may be ``(T, B, D)`` too, ``(B * H, T, T)`` in
 attention, or ``(2 * B, D)`` after two views were concatenated. In one process the same tensor has ``G`` rows in the same place.
 
-A rank has two rows or more, or none. With one row, sizes and strides do not tell what counts rows.
+With one row, sizes and strides do not tell what counts rows (``one_row``).
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ class Mark(NamedTuple):
         is_lost: Whether rows may be in it in an unknown place or another order.
         is_drawn: Whether its values come from draws only.
         is_summed: Whether draws of this rank's rows were summed in it.
+        is_order: Whether its values are numbers of rows of all ranks.
     """
 
     place: RowPlace | None = None
     is_lost: bool = False
     is_drawn: bool = False
     is_summed: bool = False
+    is_order: bool = False
 
 
 WITHOUT_ROWS = Mark()

@@ -19,26 +19,24 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, users_line
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
+from lightning_ddp_losses.randomness.row_orders import CALLS as CALLS_WITH_ORDERS
+from lightning_ddp_losses.randomness.row_orders import KEEP_ORDER, RowOrders
 from lightning_ddp_losses.randomness.row_sizes import RowCount, RowSizes
 from lightning_ddp_losses.randomness.row_table import RowTable
 from lightning_ddp_losses.randomness.rules import LostRowsError, OperatorCall, places_after
-from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
+from lightning_ddp_losses.randomness.size_rules import MAKES_SHAPE, STRETCHES, mark_by_size, sizes_agree
+from lightning_ddp_losses.randomness.state_watch import StateWatch
+from lightning_ddp_losses.randomness.twin_table import map_call
 from lightning_ddp_losses.randomness.whole_draws import (
     CannotDrawError,
     draw_own_part,
-    draws_nothing,
+    draws_numbers,
     operator_name,
     shape_drawn,
 )
 
-_NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, and it does not
-_OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-_MAKES_SHAPE = {"expand", "repeat", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
-_VIEWS = {"view", "_unsafe_view", "reshape", "_reshape_alias"}
-_SPLITS = {"split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes"}
-_STRETCHES = {"expand", "repeat"}
+OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _REORDERS = {"index", "index_select", "take", "gather", "flip", "roll", "slice", "select", "split", "unbind", "sort"}
-_READS_NUMBERS = {"_local_scalar_dense", "item"}
 
 
 class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,6 +44,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         rows: Rows of this rank among those of all ranks.
+        orders: Draws orders of rows, None if they cannot be exchanged.
 
     Attributes:
         notes: The draws so far.
@@ -53,17 +52,18 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         sharing: Whether draws are declared to be the same for all rows.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rows = rows
+        self._orders = orders
         self._table = RowTable()
-        self._sizes = RowSizes(self.mark_of)
+        self._sizes = RowSizes(self.mark_of, rows.local, self.run_call)
         self._sizes.reads_draws = self._refuse_reading
         self._sizes.shares_memory = self._table.lose_
-        self._device = device_of_draws()
-        self._states = [torch_states(self._device)] * 2  # after the last draw of forward, and after the last draw
+        self._generator = StateWatch()
         self._has_shared = False
         self._is_paused = False
+        self._has_misused_order = False
         self.notes: list[DrawNote] = []
         self.refusals: list[Refusal] = []
         self.sharing = False
@@ -77,7 +77,11 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a checkpointed layer runs again in backward
         with compat.around_fsdp_exchanges(self.paused), self._sizes, compat.in_backward(self._sizes), self:
             yield
-        self._compare_state(torch_states(self._device), "the end of the step")
+        self._end()
+
+    def _end(self) -> None:
+        """Refuse what is known at the end of the step only."""
+        self._compare_state("the end of the step")
         if self._sizes.use.branch:
             self.refuse(
                 f"a comparison {self._sizes.use.branch} of the number of rows",
@@ -102,10 +106,14 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         # a tensor from outside of the step
         known = WITHOUT_ROWS
         is_parameter = isinstance(tensor, nn.Parameter)
-        if not is_parameter and any(self._sizes.may_count_rows(size, self._rows.local) for size in tensor.shape):
+        if not is_parameter and any(self._sizes.may_count_rows(size) for size in tensor.shape):
             known = LOST
         self._table.write_(tensor, known)
         return known
+
+    def mark_of_own(self, tensor: Tensor) -> Mark:
+        """Return where this rank's rows are in a tensor."""
+        return self.mark_of(tensor)
 
     def refuse(self, what: str, got: str, fix: str) -> None:
         """Note something that cannot be as it is in one process."""
@@ -120,6 +128,11 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sharing = False
         self._has_shared = True
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether operators are no part of the step."""
+        return self._is_paused
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """See nothing inside the block: neither operators nor sizes."""
@@ -129,6 +142,40 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._is_paused, self._sizes.is_paused = before
+
+    # ------------------------------------------------------------------ calls of the user
+
+    def run_call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call of the user. One that draws an order of rows, or picks rows by one, takes the rows of all ranks."""
+        name = getattr(func, "__name__", "")
+        if self._orders is None or name not in CALLS_WITH_ORDERS:
+            return self._run_plain(func, args, kwargs)
+        marks = {id(tensor): self.mark_of_own(tensor) for tensor in tensors_in((args, kwargs))}
+        whole_args = self._orders.arguments_of_all(name, args, kwargs, marks)
+        if whole_args is not None and not self.sharing:
+            return self._draw_order(name, func, whole_args, kwargs)
+        pick = self._orders.pick_of(name, args, marks)
+        if pick is None:
+            return self._run_plain(func, args, kwargs)
+        picked = self._orders.rows_of(pick, func, args, kwargs)
+        self.mark(picked, marks[id(pick.tensor)])
+        return picked
+
+    def _run_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call of the user as it is."""
+        return func(*args, **kwargs)
+
+    def _draw_order(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """Return this rank's part of an order of all rows."""
+        assert self._orders is not None
+        line, generator = users_line(), kwargs.get("generator")
+        if generator is None:
+            self._compare_state(f"{name} at {line}")
+        self._note(f"{name} of rows", [0], RowPlace(0), [0], str(kwargs.get("dtype")), generator, line)
+        order = self._orders.draw(func, args, kwargs)
+        self.note_state()
+        self.mark(order, Mark(RowPlace(0), is_drawn=True, is_order=True))
+        return order
 
     # ------------------------------------------------------------------ operators
 
@@ -144,25 +191,38 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         marks = [self.mark_of(tensor) for tensor in tensors]
-        if func.namespace in _OF_COLLECTIVES:
+        if func.namespace in OF_COLLECTIVES:
             if any(mark.place is not None or mark.is_lost for mark in marks):
                 for tensor in tensors:
                     self._table.lose_(tensor)
             return func(*args, **kwargs)
-        if self._draws(func, args, kwargs):
+        if draws_numbers(func, args, kwargs):
             return self._draw(func, args, kwargs, tensors, marks)
+        name = operator_name(func)
+        if any(mark.is_order for mark in marks) and name not in KEEP_ORDER and compat.graph_task_id() == -1:
+            args, kwargs = self._misuse(name, args, kwargs)
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         if outputs:
             self._follow(func, args, kwargs, tensors, marks, outputs)
         elif any(mark.is_summed for mark in marks) and compat.graph_task_id() == -1:
-            self._refuse_reading(operator_name(func))
+            self._refuse_reading(name)
         return result
 
-    def _draws(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return False
-        return operator_name(func) not in _NAMES_OF_CHOICES and not draws_nothing(func, args, kwargs)
+    def _misuse(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Refuse an order that does not pick rows. Return arguments with numbers of this rank's rows, with which the step ends."""
+        self._has_misused_order = True
+        self.refuse(
+            f"{name} at {users_line()}",
+            "an order of the rows of all ranks that does something else than pick rows",
+            _ORDER,
+        )
+
+        def in_range(part: Any) -> Any:
+            is_order = isinstance(part, Tensor) and self.mark_of(part).is_order
+            return part % self._rows.local if is_order else part
+
+        return map_call(in_range, args), map_call(in_range, kwargs)
 
     def _follow(
         self,
@@ -181,7 +241,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_summed and with_rows:
             self._refuse_sum(name)
         if not with_rows:
-            mark = self._mark_by_size(name, func, tensors, outputs[0].shape)
+            mark = self._mark_by_size(name, tensors, outputs[0].shape)
             for output in outputs:
                 self._table.write_(output, mark._replace(is_drawn=is_drawn, is_summed=is_summed))
             return
@@ -190,7 +250,9 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             places = self._places(name, func, args, kwargs, tensors, marks, outputs)
         if places is not None:
             for output, place in zip(outputs, places, strict=True):
-                self._table.write_(output, Mark(place, is_drawn=is_drawn, is_summed=is_drawn and place is None))
+                mark = Mark(place, is_drawn=is_drawn, is_summed=is_drawn and place is None)
+                is_order = name in KEEP_ORDER and any(mark.is_order for mark in marks)
+                self._table.write_(output, mark._replace(is_order=is_order))
             return
         self._lose(name, func, marks, outputs)
 
@@ -248,79 +310,22 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._rows.local,
             torch.Tag.pointwise in func.tags,
         )
-        if name in _MAKES_SHAPE - {"expand", "repeat"}:
-            mark = self._mark_by_size(name, func, (), outputs[0].shape)
+        if name in MAKES_SHAPE - STRETCHES:
+            mark = self._mark_by_size(name, (), outputs[0].shape)
             return None if mark.is_lost else [mark.place]
         try:
             found = places_after(call)
         except LostRowsError:
             return None
-        if self._sizes.given is not None and not self._sizes_agree(name, call, found):
+        if self._sizes.given is not None and not sizes_agree(self._sizes, call, found):
             return None
         return found
 
-    def _sizes_agree(self, name: str, call: OperatorCall, found: Sequence[RowPlace | None]) -> bool:
-        """Return whether the sizes that the user gives say for certain that the rows are where they seem to be."""
-        if name in _VIEWS:
-            return self._fits_sizes(found[0], call.outputs[0].shape)
-        if name in _SPLITS:
-            place = next(iter(call.places.values()))
-            is_along_rows = place.dim == call.values.get("dim", 0) % call.values["self"].ndim
-            return not is_along_rows or all(type(size) is RowCount for size in self._sizes.given or ())
-        if name in _STRETCHES:
-            return self._stretches_no_rows(found[0], call.outputs[0].shape)
-        return True
-
-    def _stretches_no_rows(self, place: RowPlace | None, shape: Sequence[int]) -> bool:
-        """Return whether no number of rows is given for another dimension."""
-        given = self._sizes.given
-        if given is None or place is None:
-            return False
-        dim = place.dim - len(shape) + len(given)
-        others = [size for number, size in enumerate(given) if number != dim]
-        if any(isinstance(size, RowCount) for size in others):
-            return False
-        return not (
-            self._sizes.has_escaped() and any(self._sizes.may_count_rows(size, self._rows.local) for size in others)
-        )
-
-    def _fits_sizes(self, place: RowPlace | None, shape: Sequence[int]) -> bool:
-        """Return whether the sizes that the user gives a view say for certain that the rows are there."""
-        given = self._sizes.given
-        if given is None or place is None:
-            return False
-        dim = place.dim - len(shape) + len(given)
-        others = [size for number, size in enumerate(given) if number != dim and size is not None]
-        if any(isinstance(size, RowCount) for size in others):
-            return False
-        if not 0 <= dim < len(given) or given[dim] is None or isinstance(given[dim], RowCount):
-            return True
-        may_count_rows = any(self._sizes.may_count_rows(size, self._rows.local) for size in others)
-        return not may_count_rows and (given[dim] == -1 or -1 not in others)
-
-    def _mark_by_size(self, name: str, func: Any, tensors: Sequence[Tensor], shape: Sequence[int]) -> Mark:
+    def _mark_by_size(self, name: str, tensors: Sequence[Tensor], shape: Sequence[int]) -> Mark:
         """Return the mark of a result whose arguments have no rows. Its sizes may have been read from a tensor with rows."""
-        makes_shape = not tensors or name in _MAKES_SHAPE
-        if not makes_shape:
+        if tensors and name not in MAKES_SHAPE:
             return WITHOUT_ROWS
-        declared = self._sizes.declared_dims()
-        if self._sizes.is_computed() or len(declared) > 1:
-            return LOST
-        if declared:
-            place = RowPlace(declared[0])
-            is_there = place.dim < len(shape) and shape[place.dim] == self._rows.local
-            given = self._sizes.given or ()
-            sizes = given if len(given) == len(shape) else shape
-            others = [size for dim, size in enumerate(sizes) if dim != place.dim]
-            has_doubt = self._sizes.has_escaped() and any(
-                self._sizes.may_count_rows(size, self._rows.local) for size in others
-            )
-            return Mark(place) if is_there and not has_doubt else LOST
-        given = self._sizes.given or ()
-        sizes = given if len(given) == len(shape) else shape
-        if any(self._sizes.may_count_rows(size, self._rows.local) for size in sizes):
-            return LOST
-        return WITHOUT_ROWS
+        return mark_by_size(self._sizes, shape, self._rows.local)
 
     # ------------------------------------------------------------------ draws
 
@@ -329,7 +334,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         line = users_line()
         generator = kwargs.get("generator")
         if generator is None:
-            self._compare_state(torch_states(self._device), f"{name} at {line}")
+            self._compare_state(f"{name} at {line}")
         if tensors:
             shape = list(tensors[0].shape)
             dtype = str(tensors[0].dtype)
@@ -344,9 +349,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._run(func, args, kwargs, place, line)
         for output in tensors_in(result):
             self._table.write_(output, Mark(place, is_drawn=name != "native_dropout"))
-        self._states[1] = torch_states(self._device)
-        if compat.graph_task_id() == -1:
-            self._states[0] = self._states[1]
+        self.note_state()
         return result
 
     def _place_drawn(
@@ -355,9 +358,9 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return where the rows are in a draw, None for a draw that is the same for all rows. Note a refusal if that is not certain."""
         what = f"{name} of shape {tuple(map(int, shape))} at {line}"
         if not tensors:
-            marks = [self._mark_by_size(name, func, (), shape)]
+            marks = [self._mark_by_size(name, (), shape)]
             if name == "randperm" and self._sizes.given is not None:
-                marks = [self._mark_by_size(name, func, (), [int.__int__(size) for size in self._sizes.given])]
+                marks = [self._mark_by_size(name, (), [int.__int__(size) for size in self._sizes.given])]
         places = {mark.place for mark in marks if mark.place is not None}
         is_lost = any(mark.is_lost for mark in marks)
         if self.sharing:
@@ -397,16 +400,19 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"{operator_name(func)} at {line}", error.got, error.fix)
             return func(*args, **kwargs)
 
-    def _compare_state(self, state: Tensor, where: str) -> None:
-        """Refuse draws that no operator has made. Backward puts states back for layers that run again."""
-        if compat.graph_task_id() != -1 or any(torch.equal(state, each) for each in self._states):
+    def _compare_state(self, where: str) -> None:
+        """Refuse draws that no operator has made."""
+        if not self._generator.has_moved_unseen():
             return
         self.refuse(
             f"torch's generator before {where}",
             "a state that no draw of the step has left: it was seeded, set, or drawn from in code that torch does not show",
             "Seed and set no generator inside the step, and compile nothing that draws.",
         )
-        self._states = [state] * 2
+
+    def note_state(self) -> None:
+        """Note the state after a draw."""
+        self._generator.note_draw()
 
     def _refuse_reading(self, name: str) -> None:
         self.refuse(
@@ -439,7 +445,8 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes.append(DrawNote(what, line))
 
 
-_MIXES = "Draw the order for the rows of all ranks outside of the step and gather the rows, or let partners be parts of the same row."
+_MIXES = "With rows on every rank, index rows by torch.randperm(x.shape[0]), which exchanges them, or take partners within a row."
+_ORDER = "Index tensors with rows by it (x[order]), move it to a device, and do nothing else with it."
 _LOG = "Log the tensor, or read it after the step. Let no number that was read from draws go back to the rows."
 _SAY = (
     "Draw the shape of a tensor that comes from the batch (torch.randn_like(x)), or read the number of rows from its shape "

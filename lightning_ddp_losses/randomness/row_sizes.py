@@ -23,12 +23,17 @@ from lightning_ddp_losses.randomness.places import Mark
 class SizeUse:
     """What a step does with sizes.
 
+    Args:
+        rows: Number of rows of this rank.
+
     Attributes:
+        largest_harmless: All ranks and one process have more rows than this.
         has_escaped: Whether a number of rows became a plain number.
         branch: A comparison that another number of rows may decide otherwise. Empty if there was none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
+        self.largest_harmless = min(rows - 1, 1)
         self.has_escaped = False
         self.branch = ""
 
@@ -41,15 +46,22 @@ class OtherSize(int):
 
 
 class RowCount(int):
-    """A number of rows that was read from a tensor. What is computed from it is a ``RowProduct``."""
+    """A number of rows that was read from a tensor. What is computed from it is a ``RowProduct``.
+
+    Attributes:
+        use: Notes what is done with it.
+        of_two: The number if this rank had two rows.
+    """
 
     use: SizeUse
+    of_two: int
 
     @classmethod
-    def of(cls, value: int, use: SizeUse) -> RowCount:
+    def of(cls, value: int, use: SizeUse, of_two: int) -> RowCount:
         """Return a number that notes what is done with it."""
         count = cls(value)
         count.use = use
+        count.of_two = of_two
         return count
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,12 +70,13 @@ class RowCount(int):
     def __hash__(self) -> int:
         return int.__hash__(self)
 
-    _largest_harmless = 1  # with two rows or more, all ranks and one process have more than this
+    def _largest_harmless(self) -> int:
+        return self.use.largest_harmless
 
     def _compare(self, other: Any, sign: str, value: Any) -> Any:
         is_size = isinstance(other, (RowCount, OtherSize))
         is_number = isinstance(other, (int, float)) and not is_size
-        if is_number and other > self._largest_harmless and _user_compares():
+        if is_number and other > self._largest_harmless() and _user_compares():
             self.use.branch = f"{int.__int__(self)} {sign} {other}"
         return value
 
@@ -97,7 +110,8 @@ class RowCount(int):
 class RowProduct(RowCount):
     """A number that was computed from a number of rows. Another number of rows may decide any comparison of it otherwise."""
 
-    _largest_harmless = -(1 << 62)
+    def _largest_harmless(self) -> int:
+        return -(1 << 62)
 
     def __bool__(self) -> bool:
         return bool(self._compare(0, "!=", int.__bool__(self)))
@@ -109,11 +123,21 @@ def _computed(name: str) -> Callable[[RowCount, Any], Any]:
     def compute(self: RowCount, *others: Any) -> Any:
         value = operation(self, *others)
         if type(value) is int:
-            return RowProduct.of(value, self.use)
+            return RowProduct.of(value, self.use, _computed_of_two(operation, self, others))
         self.use.has_escaped = True
         return value
 
     return compute
+
+
+def _computed_of_two(operation: Callable[..., Any], count: RowCount, others: Sequence[Any]) -> int:
+    """Return what an operation gives if this rank had two rows. What it then refuses is no size: -1."""
+    others_of_two = [other.of_two if isinstance(other, RowCount) else other for other in others]
+    try:
+        value = operation(count.of_two, *others_of_two)
+    except (ArithmeticError, ValueError):
+        return -1
+    return int(value) if type(value) is int else -1
 
 
 for _name in (
@@ -138,6 +162,8 @@ class RowSizes(TorchFunctionMode):
 
     Args:
         mark_of: Returns the mark of a tensor.
+        rows: Number of rows of this rank.
+        run_call: Runs a call of the user.
 
     Attributes:
         use: What the step does with sizes.
@@ -148,10 +174,14 @@ class RowSizes(TorchFunctionMode):
         shares_memory: Called for a tensor whose memory other code may write.
     """
 
-    def __init__(self, mark_of: Callable[[Tensor], Mark]) -> None:
+    def __init__(
+        self, mark_of: Callable[[Tensor], Mark], rows: int, run_call: Callable[[Any, Any, dict[str, Any]], Any]
+    ) -> None:
         super().__init__()
         self._mark_of = mark_of
-        self.use = SizeUse()
+        self._run_call = run_call
+        self._rows = rows
+        self.use = SizeUse(rows)
         self.is_paused = False
         self.given: tuple[Any, ...] | None = None
         self.numbers: tuple[Any, ...] = ()
@@ -170,7 +200,7 @@ class RowSizes(TorchFunctionMode):
         if name in _ESCAPES and isinstance(args[0], Tensor):
             self._escape(name, args[0])
         if name not in _MAKERS and name not in _DROP_CHANNELS:
-            return func(*args, **kwargs)
+            return self._run_call(func, args, kwargs)
         before = self.given, self.numbers
         if name in _DROP_CHANNELS:
             self.given = tuple(self._with_rows(args[0], args[0].shape)[:2])  # of the noise, one number for each channel
@@ -178,7 +208,7 @@ class RowSizes(TorchFunctionMode):
             self.given = _sizes_among(name, args, kwargs)
         self.numbers = tuple(value for value in [*args, *kwargs.values()] if isinstance(value, int))
         try:
-            return func(*args, **kwargs)
+            return self._run_call(func, args, kwargs)
         finally:
             self.given, self.numbers = before
 
@@ -196,13 +226,13 @@ class RowSizes(TorchFunctionMode):
         """Return whether a number of rows became a plain number. What runs again in backward was looked at in forward."""
         return self.use.has_escaped and compat.graph_task_id() == -1
 
-    def may_count_rows(self, size: int, rows: int) -> bool:
+    def may_count_rows(self, size: int) -> bool:
         """Return whether a number that was not read as a number of rows may be one."""
         if isinstance(size, OtherSize):
             return False
         if self.has_escaped():
-            return size > 0 and size % rows == 0
-        return size == rows
+            return size > 0 and size % self._rows == 0
+        return size == self._rows
 
     def _with_rows(self, tensor: Tensor, shape: torch.Size) -> torch.Size:
         place = self._mark_of(tensor).place
@@ -210,7 +240,7 @@ class RowSizes(TorchFunctionMode):
             return shape
         sizes: list[int] = [OtherSize(size) for size in shape]
         kind = RowCount if place.outer == place.inner == 1 else RowProduct
-        sizes[place.dim] = kind.of(shape[place.dim], self.use)
+        sizes[place.dim] = kind.of(shape[place.dim], self.use, 2 * place.outer * place.inner)
         return torch.Size(sizes)
 
     def _size(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -226,7 +256,8 @@ class RowSizes(TorchFunctionMode):
         mark = self._mark_of(tensor)
         if mark.place is not None or mark.is_lost:
             self.use.has_escaped = self.use.has_escaped or name in _COUNTS
-        if mark.is_drawn and name in _READS and tensor.numel() > 1 and self.reads_draws is not None:
+        has_rows = mark.place is not None or tensor.numel() > 1
+        if mark.is_drawn and name in _READS and has_rows and self.reads_draws is not None:
             self.reads_draws(name)
         if name in _SHARES and self.shares_memory is not None:
             self.shares_memory(tensor)

@@ -6,7 +6,7 @@ recomputed layer. The table refers to memory weakly. Memory that was freed and a
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -15,7 +15,9 @@ from lightning_ddp_losses.randomness.places import LOST, Mark
 
 _Layout: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...]]"
 
-_FIRST_SWEEP = 1024
+_Value = TypeVar("_Value")
+
+FIRST_SWEEP = 1024
 
 
 class RowTable:
@@ -24,7 +26,7 @@ class RowTable:
     def __init__(self) -> None:
         self._by_memory: dict[compat.MemoryReference, dict[_Layout, Mark]] = {}
         self._lost: set[compat.MemoryReference] = set()
-        self._sweep_at = _FIRST_SWEEP
+        self._sweep_at = FIRST_SWEEP
 
     def read(self, tensor: Tensor) -> Mark | None:
         """Return the mark of a tensor. None if it has none."""
@@ -34,7 +36,7 @@ class RowTable:
         layouts = self._by_memory.get(memory)
         if layouts is None:
             return None
-        known = layouts.get(_layout(tensor))
+        known = layouts.get(layout_of(tensor))
         if known is None and any(mark.place is not None or mark.is_lost for mark in layouts.values()):
             return LOST  # a view of rows that no operator has made
         return known
@@ -44,7 +46,7 @@ class RowTable:
         memory = compat.memory_reference(tensor)
         if memory is None or memory in self._lost:
             return
-        self._by_memory.setdefault(memory, {})[_layout(tensor)] = mark
+        self._by_memory.setdefault(memory, {})[layout_of(tensor)] = mark
         if len(self._by_memory) >= self._sweep_at:
             self._sweep()
 
@@ -56,11 +58,16 @@ class RowTable:
 
     def _sweep(self) -> None:
         """Remove memory that is gone."""
-        alive = {memory: found for memory, found in self._by_memory.items() if not memory.expired()}  # type: ignore[no-untyped-call]
-        self._by_memory = alive
+        self._by_memory = alive_memory(self._by_memory)
         self._lost = {memory for memory in self._lost if not memory.expired()}  # type: ignore[no-untyped-call]
-        self._sweep_at = max(_FIRST_SWEEP, 2 * len(alive))
+        self._sweep_at = max(FIRST_SWEEP, 2 * len(self._by_memory))
 
 
-def _layout(tensor: Tensor) -> _Layout:
+def alive_memory(by_memory: dict[compat.MemoryReference, _Value]) -> dict[compat.MemoryReference, _Value]:
+    """Return the entries whose memory is not gone."""
+    return {memory: found for memory, found in by_memory.items() if not memory.expired()}  # type: ignore[no-untyped-call]
+
+
+def layout_of(tensor: Tensor) -> _Layout:
+    """Return where a tensor's elements are in its memory."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

@@ -8,7 +8,8 @@ takes the states of a rank with rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -73,6 +74,24 @@ def torch_states(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return state
     return torch.cat([state, torch.get_device_module(device).get_rng_state().cpu()])
+
+
+@contextmanager
+def generators_put_back(generator: torch.Generator | None) -> Iterator[None]:
+    """Put torch's generators, and one of the user, back into the states that they are in before the block."""
+    device = device_of_draws()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    state = torch.get_rng_state()
+    of_device = module.get_rng_state() if module is not None else None
+    of_user = generator.get_state() if generator is not None else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if module is not None:
+            module.set_rng_state(of_device)
+        if generator is not None and of_user is not None:
+            generator.set_state(of_user)
 
 
 def own_states() -> dict[str, Tensor]:

@@ -19,8 +19,10 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
 from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, users_line
+from lightning_ddp_losses.randomness.one_row import OneRowDraws
 from lightning_ddp_losses.randomness.places import WITHOUT_ROWS, Mark, RowPlace, Rows
 from lightning_ddp_losses.randomness.row_draws import RowDraws
+from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.shared_states import DIGEST_BYTES, digest_of, own_states, take_states_
 
 _COUNT = struct.Struct("<q")
@@ -61,7 +63,6 @@ class RandomStep:
 
     Raises:
         InputError: on every rank, for a batch without rows, or with different numbers of them.
-        ConfigurationError: on every rank, if a rank has exactly one row.
         RankMismatchError: on every rank, if ranks come here from different places.
 
     Communication: one handshake. One more if generators are not in the same state on all ranks.
@@ -87,15 +88,17 @@ class RandomStep:
         payload = _COUNT.pack(local) + digest_of(states)
         payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim}, payload, group=group)
         self._counts = [_COUNT.unpack_from(each)[0] for each in payloads]
-        _refuse_one_row(self._counts)
         if len({each[_COUNT.size :] for each in payloads}) > 1:
             take_states_(states, 0, process_groups.rank(group) == 0, group)
         self._local = local
         rank = process_groups.rank(group)
         rows = Rows(local, sum(self._counts[:rank]), sum(self._counts))
+        can_exchange = 0 not in self._counts
         if planned is not None:
             rows = Rows(local, 0, planned.total, planned.order)
-        self._draws = RowDraws(rows)
+            can_exchange = planned.is_whole and len(self._counts) == 1
+        orders = RowOrders(rows, group) if can_exchange else None
+        self._draws = OneRowDraws(rows, orders) if local == 1 else RowDraws(rows, orders)
         for tensor in inputs.tensors_in(batch):
             if tensor.ndim > row_dim:
                 self._draws.mark(tensor, Mark(RowPlace(row_dim)))
@@ -247,17 +250,6 @@ def _refuse_nesting() -> None:
             expected="one block at a time",
             got="a block inside a block",
             fix="Open one block around forward, loss and backward.",
-        )
-
-
-def _refuse_one_row(counts: Sequence[int]) -> None:
-    """Raise on every rank if a rank has one row."""
-    if 1 in counts:
-        raise ConfigurationError(
-            f"{_TITLE}: rows",
-            expected="two rows or more on each rank, or none: one row does not show which dimension counts rows",
-            got=f"{list(counts)} rows on the ranks",
-            fix="Leave the last, shorter batch out (drop_last=True), or take larger batches.",
         )
 
 

@@ -78,7 +78,17 @@ def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
-def draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+_NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, and it does not
+
+
+def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator draws random numbers in this call."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    return operator_name(function) not in _NAMES_OF_CHOICES and not _draws_nothing(function, args, kwargs)
+
+
+def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator with a rate of dropout, or in evaluation, draws no number in this call."""
     schema = compat.operator_schema(function)
     named = {argument.name: index for index, argument in enumerate(schema.arguments)}

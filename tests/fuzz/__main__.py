@@ -24,6 +24,7 @@ DOMAINS = [
     "backward_orders",
     "call_orders",
     "windows",
+    "randomness",
 ]
 BATCH = 40  # cases of a domain before the next one has its turn
 

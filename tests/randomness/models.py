@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses.randomness import shared_draws
 
 WIDTH, LENGTH, CLASSES = 8, 3, 4
-SHARED = "numbers that all rows share"
+SHARED, MIXUP = "numbers that all rows share", "mixup"
 
 
 class Attention(nn.Module):
@@ -210,6 +210,27 @@ class Mixed(nn.Module):
         return coefficient * self.net(x) + (1 - coefficient) * self.net(-x)
 
 
+class Mixup(nn.Module):
+    """Mixes each row with another one of the batch, in the data and in the features, whose gradient goes to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.ReLU())
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.randperm(x.shape[0])
+        with shared_draws():
+            coefficient = float(numpy.random.beta(0.4, 0.4))
+            x = coefficient * x + (1 - coefficient) * x[order]
+        y = self.body(x.transpose(0, 1))
+        partner = torch.randint(0, x.size(0), (x.size(0),)).long()
+        y = y + 0.3 * y[:, partner] + 0.2 * torch.index_select(y, 1, torch.rand(x.shape[0]).argsort())
+        y = F.dropout(y, 0.1).mean(0)
+        weights = torch.sigmoid(y.detach().mean(1))
+        return self.head(y) + self.head(y)[torch.multinomial(weights, y.shape[0], True), :]
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     "vit block": Attention,
     "encoder layer": lambda: EncoderLayer(batch_first=True),
@@ -226,6 +247,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "diffusion": Diffusion,
     "gan": Adversarial,
     SHARED: Mixed,
+    MIXUP: Mixup,
 }
 
 

@@ -32,7 +32,7 @@ ROWS, G, EPOCHS, SEED, RATE = 36, 12, 2, 11, 0.01
 Splits = list[tuple[int, ...]]
 UNEVEN: dict[int, Splits] = {1: [(12,)] * 3, 2: [(7, 5), (12, 0), (2, 10)], 3: [(3, 4, 5), (6, 0, 6), (0, 12, 0)]}
 STRATEGIES = {"ddp": DDPLossStrategy, "fsdp2": partial(ModelParallelLossStrategy, save_distributed_checkpoint=False)}
-MODELS = ("vit block", "re-entrant checkpoint", "checkpoint", "diffusion", "numbers that all rows share")
+MODELS = ("vit block", "re-entrant checkpoint", "checkpoint", "diffusion", "numbers that all rows share", "mixup")
 
 
 class OwnRows(Dataset):
@@ -192,7 +192,7 @@ def test_a_run_resumed_on_other_ranks_draws_what_it_would_have_drawn(
 class Shuffling(Module):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = batch[0]
-        return loss_of(self.net, 0.3 * x + 0.7 * x[torch.rand(x.shape[0]).argsort()])
+        return loss_of(self.net, 0.3 * x + 0.7 * x[torch.randperm(x.shape[0]).argsort()])
 
 
 class Unseen(Module):
@@ -208,7 +208,8 @@ class Alone(Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"), [(Shuffling, "reorder rows"), (Unseen, "numpy's"), (Alone, r"rand of shape \(\)")]
+    ("kind", "text"),
+    [(Shuffling, "something else than pick rows"), (Unseen, "numpy's"), (Alone, r"rand of shape \(\)")],
 )
 def test_what_cannot_be_so_is_one_error_on_all_ranks(pool: RankPool, kind: type[Module], text: str) -> None:
     pool.run(2, _refused, kind, text)

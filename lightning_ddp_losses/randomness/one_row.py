@@ -1,0 +1,414 @@
+"""`OneRowDraws`: the step of a rank with one row, which does not show where it is: each call runs for two rows first.
+
+With one row, sizes and strides do not tell which dimension counts rows. So each call of the user runs twice: for the *twin*, two rows that
+are both this row, without gradients and with the generators put back, and then for the row. The twin is followed as any rows are
+(``RowDraws``). What it draws says where the row is, in which order of memory, and what is noted or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.inputs import tensors_in
+from lightning_ddp_losses.randomness.notes import users_line
+from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, memory_order
+from lightning_ddp_losses.randomness.row_draws import OF_COLLECTIVES, RowDraws
+from lightning_ddp_losses.randomness.row_orders import RowOrders
+from lightning_ddp_losses.randomness.row_sizes import OtherSize, RowCount, RowSizes
+from lightning_ddp_losses.randomness.shared_states import generators_put_back
+from lightning_ddp_losses.randomness.twin_table import NO_TWIN, TwinTable, map_call
+from lightning_ddp_losses.randomness.whole_draws import CannotDrawError, draw_own_part, draws_numbers, operator_name
+
+_TWIN = Rows(2, 0, 2)
+_NOT_TWICE = {
+    "backward",
+    "grad",
+    "_make_subclass",
+    "__repr__",
+    "__format__",
+    "__hash__",
+    "__reduce_ex__",
+    "__deepcopy__",
+}
+_PICKS = {"index", "index_select", "take", "gather"}
+_NUMBERS = {"item", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+
+
+class CollectiveError(Exception):
+    """A call would exchange between ranks for the twin."""
+
+
+class TwinDraw(NamedTuple):
+    """A draw that the twin has made.
+
+    Attributes:
+        name: The operator.
+        place: Where the rows are in it. None if it is the same for all rows, or refused.
+        orders: The dimensions of each tensor among its arguments, the outermost in memory first.
+        shapes: Their shapes.
+    """
+
+    name: str
+    place: RowPlace | None
+    orders: Sequence[list[int]]
+    shapes: Sequence[torch.Size]
+
+
+class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
+    """Sees the operators of the twin.
+
+    Args:
+        rows: Rows of this rank among those of all ranks.
+        orders: Draws orders of rows, None if they cannot be exchanged.
+    """
+
+    def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
+        super().__init__(_TWIN, orders)
+        self._own_rows = rows
+        self._twins = TwinTable()
+        self._sizes = OneRowSizes(self.mark_of_own, rows.local, self.run_call)
+        self._sizes.reads_draws = self._refuse_reading
+        self._sizes.shares_memory = self._lose_own
+        self._own = OwnDraws(self)
+        self._drawn: list[TwinDraw] = []
+        self._expected: list[TwinDraw] = []
+        self._is_twin_running = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """See the operators inside the block."""
+        with compat.around_fsdp_exchanges(self.paused), self._sizes, compat.in_backward(self._sizes), self._own:
+            yield
+        self._end()
+
+    def mark(self, tensor: Tensor, mark: Mark) -> None:
+        """Say where the row of a tensor is."""
+        if mark.place is None:
+            self._twins.forget_(tensor)
+            return
+        twin = torch.cat([tensor.detach()] * 2, mark.place.dim)
+        super().mark(twin, mark)
+        self._twins.write_(tensor, twin)
+
+    def mark_of(self, tensor: Tensor) -> Mark:
+        """Return where the rows of a tensor of the twin are."""
+        known = self._table.read(tensor)
+        if known is None:
+            return WITHOUT_ROWS
+        return known
+
+    def mark_of_own(self, tensor: Tensor) -> Mark:
+        """Return where the row of a tensor is."""
+        twin = self._twins.read(tensor)
+        if twin is None:
+            return WITHOUT_ROWS
+        if isinstance(twin, str):
+            return LOST
+        return self.mark_of(twin)
+
+    def _lose_own(self, tensor: Tensor) -> None:
+        twin = self._twins.read(tensor)
+        if isinstance(twin, Tensor):
+            self._table.lose_(twin)
+        self._twins.write_(tensor, NO_TWIN)
+
+    # ------------------------------------------------------------------ calls of the user
+
+    def _run_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call of the user for the twin, and then for the row."""
+        name = getattr(func, "__name__", "")
+        if name in _NOT_TWICE or self._is_twin_running:
+            return func(*args, **kwargs)
+        call = _TwinCall(self._twins, args, kwargs)
+        has_run, twins = self._run_twin(name, func, call)
+        before, self._expected = self._expected, self._drawn
+        self._drawn = []
+        if self._has_misused_order:
+            args, kwargs = map_call(self._in_range, args), map_call(self._in_range, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            unused, self._expected = self._expected, before
+        if unused:
+            self._refuse_other_draws(unused[0].name)
+        self._bind(name, call, tensors_in(result), twins if has_run else None)
+        return result
+
+    def _run_twin(self, name: str, func: Any, call: _TwinCall) -> tuple[bool, list[Tensor]]:
+        """Return whether the call ran for the twin, and the tensors that it returned."""
+        notes = len(self.notes)
+        self._drawn = []
+        self._has_misused_order = False
+        self._is_twin_running = True
+        try:
+            if call.is_lost:
+                raise ValueError("rows in an unknown place")
+            with torch.no_grad(), self:
+                return True, tensors_in(func(*call.args, **call.kwargs))
+        except Exception:  # whatever two rows cannot do, the row does without being followed
+            del self.notes[notes:]
+            self._drawn = []
+            self._refuse_unfollowed(name, call)
+            return False, []
+        finally:
+            self._is_twin_running = False
+
+    def _in_range(self, part: Any) -> Any:
+        """Return an order that picks this rank's row, in a step that has refused how it is used."""
+        if isinstance(part, Tensor) and self.mark_of_own(part).is_order:
+            return torch.zeros_like(part)
+        return part
+
+    def _refuse_unfollowed(self, name: str, call: _TwinCall) -> None:
+        """Refuse a call that cannot be followed, if draws are in it that may decide the order of rows."""
+        marks = [self.mark_of_own(tensor) for tensor in call.own]
+        if compat.graph_task_id() != -1:
+            return
+        if name in _NUMBERS:
+            if any(mark.is_drawn for mark in marks):
+                self._refuse_reading(name)
+            return
+        if any(mark.place is not None for mark in marks) and (self._has_shared or any(mark.is_drawn for mark in marks)):
+            self.refuse(
+                f"{name} at {users_line()}",
+                "a call that does not run with two rows, in a step that draws for all rows",
+                "Let nothing in the step depend on the number of rows.",
+            )
+
+    def _bind(self, name: str, call: _TwinCall, results: Sequence[Tensor], twins: Sequence[Tensor] | None) -> None:
+        """Note the twins of the results, and of what the call has written to."""
+        if twins is None or len(twins) != len(results):
+            if call.has_twins or twins is not None:
+                for tensor in results:
+                    self._twins.write_(tensor, NO_TWIN)
+                if name.endswith("_") or "out" in call.kwargs:
+                    for tensor in call.own:
+                        self._twins.write_(tensor, NO_TWIN)
+            return
+        for tensor, copy, version in call.copies:
+            if copy._version != version:
+                self._bind_one(tensor, copy)
+        for tensor, twin in zip(results, twins, strict=True):
+            self._bind_one(tensor, twin)
+
+    def _bind_one(self, tensor: Tensor, twin: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            return
+        mark = self.mark_of(twin)
+        shape = list(tensor.shape)
+        if mark.place is not None and mark.place.dim < len(shape):
+            shape[mark.place.dim] *= 2
+        is_alike = shape == list(twin.shape) and tensor.dtype == twin.dtype
+        self._twins.write_(tensor, twin if is_alike or mark.is_lost else NO_TWIN)
+
+    def _lose(self, name: str, func: Any, marks: Sequence[Mark], outputs: Sequence[Tensor]) -> None:
+        """Mark results as lost. An order of one row takes no draw, so rows must not be picked by numbers from elsewhere."""
+        super()._lose(name, func, marks, outputs)
+        has_rows = any(mark.place is not None for mark in marks)
+        has_others = any(mark.place is None and not mark.is_lost for mark in marks)
+        is_one_of_more = self._own_rows.total > 1 and compat.graph_task_id() == -1
+        if is_one_of_more and has_rows and has_others and name in _PICKS:
+            self.refuse(
+                f"{name} at {users_line()}",
+                "a row that is picked by numbers that do not come from the batch, on a rank with one row",
+                "Pick rows by numbers that are computed from the batch, or take two rows or more on each rank.",
+            )
+
+    # ------------------------------------------------------------------ draws
+
+    def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func.namespace in OF_COLLECTIVES:
+            raise CollectiveError
+        return super()._run_operator(func, args, kwargs)
+
+    def _compare_state(self, where: str) -> None:
+        if not self._is_twin_running:
+            super()._compare_state(where)
+
+    def note_state(self) -> None:
+        """Note the state after a draw of the row."""
+        if not self._is_twin_running:
+            super().note_state()
+
+    def _run(self, func: Any, args: Any, kwargs: Any, place: RowPlace | None, line: str) -> Any:
+        """Draw for the twin, and put the generators back."""
+        refused = len(self.refusals)
+        given = tensors_in((args, kwargs))
+        name = operator_name(func)
+        if name.endswith("_like"):
+            given = [torch.empty_like(tensor) for tensor in given]
+        orders = [memory_order(tensor) for tensor in given]
+        shapes = [tensor.shape for tensor in given]
+        with generators_put_back(kwargs.get("generator")):
+            result = super()._run(func, args, kwargs, place, line)
+        certain = place if len(self.refusals) == refused else None
+        self._drawn.append(TwinDraw(name, certain, orders, shapes))
+        return result
+
+    def draw_own(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Draw for this rank's row what the twin has drawn."""
+        name, line = operator_name(func), users_line()
+        if kwargs.get("generator") is None:
+            self._compare_state(f"{name} at {line}")
+        draw = None
+        if self._expected and self._expected[0].name == name:
+            draw = self._expected.pop(0)
+        else:
+            self._refuse_other_draws(name)
+        if draw is not None and draw.place is not None:
+            result = self._draw_in_order(func, args, kwargs, draw, line)
+        else:
+            result = func(*args, **kwargs)
+        self.note_state()
+        return result
+
+    def _draw_in_order(self, func: Any, args: Any, kwargs: dict[str, Any], draw: TwinDraw, line: str) -> Any:
+        """Draw with tensors whose memory is in the order of the twin's."""
+        given = tensors_in((args, kwargs))
+        laid_out = []
+        for tensor, order, shape in zip(given, draw.orders, draw.shapes, strict=True):
+            memory = _new_in_order(tensor, order) if draw.name.endswith("_like") else tensor
+            ordered = _in_order(memory, order)
+            if _long_dims(memory_order(ordered), shape) != _long_dims(order, shape):
+                self._refuse_other_draws(draw.name)
+            laid_out.append(ordered)
+        replaced = iter(laid_out)
+
+        def replace(part: Any) -> Any:
+            return next(replaced) if isinstance(part, Tensor) else part
+
+        args, kwargs = map_call(replace, args), map_call(replace, kwargs)
+        assert draw.place is not None
+        try:
+            result = draw_own_part(func, args, kwargs, draw.place, self._own_rows)
+        except CannotDrawError as error:
+            self.refuse(f"{draw.name} at {line}", error.got, error.fix)
+            return func(*args, **kwargs)
+        if draw.name.endswith("_"):
+            return given[0]
+        return result
+
+    def lose_own(self, tensors: Sequence[Tensor]) -> None:
+        """Lose rows that are exchanged between ranks."""
+        marks = [self.mark_of_own(tensor) for tensor in tensors]
+        if any(mark.place is not None or mark.is_lost for mark in marks):
+            for tensor in tensors:
+                self._lose_own(tensor)
+
+    @property
+    def is_twin_running(self) -> bool:
+        """Whether operators are those of the twin."""
+        return self._is_twin_running
+
+    def _refuse_other_draws(self, name: str) -> None:
+        self.refuse(
+            f"{name} at {users_line()}",
+            "a draw on a rank with one row, where it cannot be told which dimension counts rows",
+            "Say with_rows(tensor, dim) of a tensor before the draw, or take two rows or more on each rank.",
+        )
+
+
+class OwnDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operators of the row.
+
+    Args:
+        draws: Sees those of the twin.
+    """
+
+    def __init__(self, draws: OneRowDraws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._draws.is_twin_running or self._draws.is_paused:
+            return func(*args, **kwargs)
+        if draws_numbers(func, args, kwargs):
+            return self._draws.draw_own(func, args, kwargs)
+        if func.namespace in OF_COLLECTIVES:
+            self._draws.lose_own(tensors_in((args, kwargs)))
+        return func(*args, **kwargs)
+
+
+class OneRowSizes(RowSizes):
+    """Marks sizes that are read from tensors with one row."""
+
+    def may_count_rows(self, size: int) -> bool:
+        """Return whether a number that was not read as a number of rows may be one: any, as soon as there is a plain 1 of it."""
+        return not isinstance(size, OtherSize) and size > 0 and self.has_escaped()
+
+
+class _TwinCall:
+    """A call of the user with the twins of its tensors.
+
+    Attributes:
+        args: Arguments.
+        kwargs: Named arguments.
+        own: The tensors of the call that runs for the row.
+        copies: Tensors without rows, their copies, and the copies' versions.
+        is_lost: Whether a tensor has rows in an unknown place.
+        has_twins: Whether a tensor has rows, or may have some.
+    """
+
+    def __init__(self, twins: TwinTable, args: Any, kwargs: dict[str, Any]) -> None:
+        self._twins = twins
+        self.own: list[Tensor] = []
+        self.copies: list[tuple[Tensor, Tensor, int]] = []
+        self.is_lost = False
+        self.has_twins = False
+        self.args = map_call(self._twin_of, args)
+        self.kwargs = map_call(self._twin_of, kwargs)
+
+    def _twin_of(self, part: Any) -> Any:
+        if isinstance(part, RowCount):
+            return part.of_two
+        if not isinstance(part, Tensor):
+            return part
+        self.own.append(part)
+        twin = self._twins.read(part)
+        if twin is None:
+            return self._copy(part)
+        self.has_twins = True
+        if isinstance(twin, str):
+            self.is_lost = True
+            return part
+        return twin
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without rows, which the call for the twin must not change."""
+        plain = tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            return plain
+        copy = plain.clone()
+        if copy.stride() != plain.stride():
+            return plain
+        self.copies.append((tensor, copy, copy._version))
+        return copy
+
+
+def _new_in_order(like: Tensor, order: Sequence[int]) -> Tensor:
+    """Return new memory with dimensions in this order, the outermost first."""
+    memory = like.new_empty([like.shape[dim] for dim in order])
+    return memory.permute([order.index(dim) for dim in range(like.ndim)])
+
+
+def _in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the same elements with strides that show where a dimension of size 1 is in this order."""
+    strides = list(tensor.stride())
+    step = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] == 1:
+            strides[dim] = step
+        else:
+            step = strides[dim] * tensor.shape[dim]
+    return tensor.as_strided(tensor.shape, strides)
+
+
+def _long_dims(order: Sequence[int], shape: Sequence[int]) -> list[int]:
+    return [dim for dim in order if shape[dim] != 1]

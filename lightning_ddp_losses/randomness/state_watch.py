@@ -1,0 +1,32 @@
+"""`StateWatch`: tells whether torch's generator has moved without a draw that the step has seen."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
+
+
+class StateWatch:
+    """The states in which the draws of a step have left torch's generators of the CPU and the device."""
+
+    def __init__(self) -> None:
+        self._device = device_of_draws()
+        self._states = [torch_states(self._device)] * 2  # after the last draw of forward, and after the last draw
+
+    def note_draw(self) -> None:
+        """Note the state after a draw."""
+        self._states[1] = torch_states(self._device)
+        if compat.graph_task_id() == -1:
+            self._states[0] = self._states[1]
+
+    def has_moved_unseen(self) -> bool:
+        """Return whether the state is another one than after the last draw. Backward puts states back for layers that run again."""
+        if compat.graph_task_id() != -1:
+            return False
+        state = torch_states(self._device)
+        if any(torch.equal(state, each) for each in self._states):
+            return False
+        self._states = [state] * 2
+        return True
