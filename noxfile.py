@@ -94,6 +94,15 @@ def soak(session: nox.Session) -> None:
     run_tests(session, "tests/faults/soak.py")
 
 
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Run the hand-written kernels on the CPU, by triton's interpreter, and compile them for an H100: triton has 286 MB."""
+    install(session, "test")
+    session.install("triton==3.6.0")
+    session.env["TRITON_INTERPRET"] = "1"
+    run_tests(session, "-n", "2", "tests/kernels")
+
+
 # what torchft asks for beside torch, which it would bring with gigabytes of CUDA
 OF_TORCHFT = ("opentelemetry-api>=1.39", "opentelemetry-sdk>=1.39", "opentelemetry-exporter-otlp-proto-http>=1.39")
 

@@ -25,7 +25,7 @@ LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("distributed", "collectives", "sharding"), TORCH),
     (("randomness",), TORCH),
     (("samplers",), TORCH | {"lightning"}),
-    (("losses", "metrics", "layers", "strategies", "microbatch"), TRAINING),
+    (("losses", "metrics", "layers", "strategies", "microbatch"), TRAINING | {"triton"}),  # where torch brings it
     (("ssl", "integrations"), TRAINING | {"sentence_transformers", "transformers"}),  # a host in its own file
     (("callbacks", "audit"), REPORTING),
     (("demo",), None),
@@ -258,6 +258,8 @@ NAMES_OF_CUDA = {
     "audit/api.py": "what a user calls an accelerator of Lightning's",
     "audit/runs.py": "a process that has used CUDA cannot be forked",
     "core/inputs.py": "CUDA's graphs",
+    "losses/kernels/choice.py": "kernels for NVIDIA's GPUs",
+    "losses/kernels/launches.py": "triton launches on CUDA's current device",
     "testing.py": "each kind of accelerator is asked whether it is there",
 }
 

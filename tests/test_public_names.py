@@ -58,6 +58,8 @@ PINNED = [
 ]
 # what imports a host: tests/integrations
 WITH_HOSTS = {f"lightning_ddp_losses.integrations.{host}" for host in ("hf_trainer", "sentence_transformers")}
+# `nox -s kernels` has triton
+WITH_HOSTS |= {f"lightning_ddp_losses.losses.kernels.{name}" for name in ("element_kernels", "launches")}
 MODULES = sorted(
     found.name
     for found in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses.")

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses.losses.kernels import choice
+from lightning_ddp_losses.losses.kernels.choice import TileKernels
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import evaluator
 
@@ -44,11 +46,28 @@ def _compiled(
         return {}
     compiler = TileCompiler()
 
-    def run(way: Callable[[], Tensor]) -> Tensor:
-        with mock.patch.object(loss, attribute, compiler):
-            return way()
+    return {f"ours, compiled{name}": partial(_run_by, loss, attribute, compiler, way) for name, way in ways.items()}
 
-    return {f"ours, compiled{name}": partial(run, way) for name, way in ways.items()}
+
+def _with_kernels(
+    device: str, loss: nn.Module, attribute: str, ways: dict[str, Callable[[], Tensor]]
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the same ways with hand-written kernels, of any size: where they begin to pay is measured. None without triton."""
+    if not choice.have_kernels(torch.device(device)):
+        return {}
+    kernels = TileKernels()
+
+    def run(way: Callable[[], Tensor]) -> Tensor:
+        with mock.patch.object(choice, "FEWEST_ENTRIES", 0):
+            return _run_by(loss, attribute, kernels, way)
+
+    return {f"ours, kernels{name}": partial(run, way) for name, way in ways.items()}
+
+
+def _run_by(loss: nn.Module, attribute: str, compiler: TileCompiler, way: Callable[[], Tensor]) -> Tensor:
+    """Compute in a way, with tiles that a compiler computes."""
+    with mock.patch.object(loss, attribute, compiler):
+        return way()
 
 
 class Contest(ABC):
@@ -82,7 +101,9 @@ class _Towers(Contest):
         self.loss: Any = loss.to(device)
         self.leaves = {"images": self.images, "texts": self.texts, "scale": self.loss.logit_scale}
         ways = {"": lambda: self._ours("float32"), ", products='auto'": lambda: self._ours("auto")}
-        self.ours = {f"ours{name}": way for name, way in ways.items()} | _compiled(device, self.loss, "_compiler", ways)
+        self.ours = {f"ours{name}": way for name, way in ways.items()}
+        for compiled in (_compiled, _with_kernels):
+            self.ours |= compiled(device, self.loss, "_compiler", ways)
         self.plain = {
             "torch, bf16": lambda: self._plain(torch.bfloat16),
             "torch, float32": lambda: self._plain(torch.float32),
@@ -112,7 +133,7 @@ class Clip(_Towers):
     """CLIP's symmetric cross entropy."""
 
     def __init__(self, rows: int, width: int, device: str) -> None:
-        super().__init__(ClipLoss(), rows, width, device)
+        super().__init__(ClipLoss(compile_tiles=False), rows, width, device)
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         images, texts = self._unit(dtype)
@@ -141,7 +162,7 @@ class SigLip(_Towers):
     """SigLIP's sigmoid loss over all pairs."""
 
     def __init__(self, rows: int, width: int, device: str) -> None:
-        super().__init__(SigLipLoss(), rows, width, device)
+        super().__init__(SigLipLoss(compile_tiles=False), rows, width, device)
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         images, texts = self._unit(dtype)
@@ -170,7 +191,8 @@ class TwoOfEachClass(Contest):
         centers = torch.randn(rows // 2, width, device=device).repeat_interleave(2, 0)
         self.embeddings = (centers + torch.randn(rows, width, device=device)).requires_grad_()
         self.labels = torch.arange(rows, device=device) // 2
-        loss = GlobalBatchLoss(loss_class(temperature=_TEMPERATURE), mode="rows").to(device)
+        made = loss_class(temperature=_TEMPERATURE)
+        loss = GlobalBatchLoss(made, mode="rows", compile_tiles=False).to(device)
         self.leaves = {"embeddings": self.embeddings}
         self.loss: Any = loss
         self.ours = {
@@ -178,6 +200,7 @@ class TwoOfEachClass(Contest):
             "ours, masks of all columns": lambda: self._with_pairs(masked=True),
             "ours, masks of a band": lambda: self._with_pairs(masked=False),
             **_compiled(device, loss, "_tile_compiler", {"": lambda: self._ours("float32")}),
+            **self._by_kernels(device),
         }
         self.plain = {"torch, float32": self._plain}
         self.tolerance = {"ours": 1e-4, "torch": 1e-4}
@@ -186,6 +209,12 @@ class TwoOfEachClass(Contest):
         self.loss.products = products
         value: Tensor = self.loss(self.embeddings, self.labels)
         return value
+
+    def _by_kernels(self, device: str) -> dict[str, Callable[[], Tensor]]:
+        """Return how SupCon is computed by kernels. NTXent has none."""
+        if not isinstance(self.loss.loss, pml.SupConLoss):
+            return {}
+        return _with_kernels(device, self.loss, "_tile_compiler", {"": lambda: self._ours("float32")})
 
     def _with_pairs(self, *, masked: bool) -> Tensor:
         """Compute with masks of all columns or of a band, whatever the size of the matrix, which chooses (``evaluator.MASKED_BYTES``)."""
@@ -220,7 +249,7 @@ class ArcFace(Contest):
 
     def __init__(self, classes: int, rows: int, width: int, device: str) -> None:
         torch.manual_seed(0)
-        options: dict[str, Any] = {"margin": math.degrees(_MARGIN), "scale": _SCALE}
+        options: dict[str, Any] = {"margin": math.degrees(_MARGIN), "scale": _SCALE, "compile_tiles": False}
         # normal numbers are drawn on the device, which takes no time: here the CPU writes zeros only
         options["weight_init_func"] = nn.init.zeros_
         loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=classes, embedding_size=width, seed=0, **options)
@@ -230,12 +259,15 @@ class ArcFace(Contest):
         self.labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
         self.leaves = {"embeddings": self.embeddings, "weight": self.loss.weight}
         ways = {"": lambda: self._ours("float32"), ", products='bf16'": lambda: self._ours("bf16")}
-        self.ours = {f"ours{name}": way for name, way in ways.items()} | _compiled(device, self.loss, "_compiler", ways)
+        self.ours = {f"ours{name}": way for name, way in ways.items()}
+        for compiled in (_compiled, _with_kernels):
+            self.ours |= compiled(device, self.loss, "_compiler", ways)
         self.plain = {"torch, float32": self._plain}
         # bf16 rounds a float32 weight by 2^-9, which a scale of 64 makes larger
         self.tolerance = {
             "ours, products='bf16'": 0.3,
             "ours, compiled, products='bf16'": 0.3,
+            "ours, kernels, products='bf16'": 0.3,
             "ours": 1e-4,
             "torch": 1e-4,
         }

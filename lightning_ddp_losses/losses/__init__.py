@@ -32,7 +32,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``formulas`` | `global_rows`: a formula of one's own over rows that stay on their rank, by rules for each operator |
 | ``moments`` | mean and covariance over all ranks: Barlow Twins, VICReg |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
-| ``tiled``, ``tile_compiler`` | the common losses in tiles of our own, and their compiled functions |
+| ``tiled``, ``tile_compiler``, ``kernels`` | the common losses in tiles of our own, their functions, compiled or as kernels in Triton |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank, places of classes and targets, logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |

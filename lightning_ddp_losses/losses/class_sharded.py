@@ -43,6 +43,7 @@ from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputE
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
+from lightning_ddp_losses.losses.kernels.choice import CompileTiles, chosen, option_of, serves, tile_compiler
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
 from lightning_ddp_losses.losses.plans.shards import NAMED, ShardPlan, described_sampling
@@ -103,10 +104,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
             In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
             ``predict`` are float32.
-        compile_tiles: Let ``torch.compile`` fuse the elementwise part of a chunk of classes, if logits are cosines times numbers, with one
-            center a class. All ranks compile at the first call, which takes seconds. If it fails on any, all compute eagerly, with a
-            warning. For many classes on a GPU: ArcFace with 3 million took 105 ms in place of 170 with ``products="bf16"``, and 330 in
-            place of 351 without (NVIDIA H200, torch 2.11).
+        compile_tiles: What computes the elementwise part of a chunk of classes, if logits are cosines times numbers, with one center a
+            class. ``"auto"``: hand-written kernels, if each rank has an NVIDIA GPU and triton, and 2^24 logits or more, as the mean over
+            ranks (not measured), else torch's operators. False: these. True: ``torch.compile``. All ranks compile at the first call. If
+            it fails on any, all compute eagerly, with a warning. True for many classes on a GPU: ArcFace with 3 million took 105 ms in
+            place of 170 with ``products="bf16"``, and 330 in place of 351 without (NVIDIA H200, torch 2.11).
         name: Name among losses of its kind, as in ``GlobalBatchLoss``.
         group: Process group over which the classes are sharded. None is the world. If it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
@@ -153,7 +155,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sample_rate: float = 1.0,
         unbiased: bool = False,
         products: ProductChoice = "float32",
-        compile_tiles: bool = False,
+        compile_tiles: CompileTiles = "auto",
         name: str | None = None,
         group: Group = None,
     ) -> None:
@@ -186,7 +188,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             got=repr(products),
         )
         self.products, self.chunk_size = products, chunk_size
-        self._compiler = TileCompiler() if compile_tiles else None
+        self._compiler = tile_compiler(self._title, compile_tiles)
         self.set_group(group, self._title, name)
         self._replica_group: Group = None
         # sampled negatives
@@ -212,7 +214,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sample_rate: float = 1.0,
         unbiased: bool = False,
         products: ProductChoice = "float32",
-        compile_tiles: bool = False,
+        compile_tiles: CompileTiles = "auto",
         seed: int | None = None,
         name: str | None = None,
         group: Group = None,
@@ -335,7 +337,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             rows, num_classes = embeddings.shape[0], self._sharded.num_classes
             inputs.check_labels(title, labels, rows, num_classes, read_values=False)
             must_match: dict[str, object] = {"classes": num_classes, "sampling": sampling}
-            if self._compiler is not None:
+            if option_of(self._compiler) is True:
                 must_match["compile_tiles"] = True
             given = embeddings, labels, indices_tuple
             plan = ShardPlan.of(title, self, self._head, self.products, given, parameters, must_match)
@@ -371,9 +373,12 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             named = [indices_tuple.counts_of(times_named, rows_of_ranks, self._title)]
         # 2. each row's loss over the classes of all ranks
         rows = self._head.prepare(global_embeddings)
-        softmax = self._softmax(plan, sampler, global_labels, global_embeddings)
-        if self._compiler is not None:
+        compiler = self._compiler_of_call(batch, sampler) if self._head.is_cosine else None
+        softmax = self._softmax(plan, sampler, global_labels, global_embeddings, compiler)
+        if compiler is not None:
             softmax.rehearse(self._title, rows)
+            if compiler.has_failed:
+                softmax = softmax._replace(compiler=None)
         found = softmax.row_losses(rows, self._sharded.rows(self.weight))
         if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
@@ -412,12 +417,22 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             **micro_batch_to_match(),
             **reduction_to_match(),
         }
-        shard = self._sharded.fingerprint(self.weight)
+        dtype = torch.promote_types(self.weight.dtype, embeddings.dtype)
+        has_kernels = serves(self._compiler, dtype, embeddings.device)
+        extra = bytes([has_kernels]) + self._sharded.fingerprint(self.weight)
         batch = gather_batch(
-            plan.layout, batches, must_match, extra=shard, given_dtype=plan.given_dtype, group=self._group
+            plan.layout, batches, must_match, extra=extra, given_dtype=plan.given_dtype, group=self._group
         )
-        self._sharded.refuse_equal_shards(batch.extras)
+        self._sharded.refuse_equal_shards([sent[1:] for sent in batch.extras])
         return batch
+
+    def _compiler_of_call(self, batch: GatheredBatch, sampler: ClassSampler | None) -> TileCompiler | None:
+        """Return what computes the chunks of a call, the same on all ranks. None: torch's operators do."""
+        classes = self._sharded.num_classes / len(batch.extras)
+        if sampler is not None:
+            classes *= sampler.rate
+        entries = int(len(batch.tensors[0]) * classes)
+        return chosen(self._compiler, all(sent[0] for sent in batch.extras), entries)
 
     def _read_configuration(self) -> str:
         """Return the loss's configuration. Empty: there are no peers."""
@@ -442,7 +457,12 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return miner_counts(indices_tuple, rows, only_anchors=self._head.counts_only_anchors, title=self._title)
 
     def _softmax(
-        self, plan: ShardPlan, sampler: ClassSampler | None, labels: Tensor, embeddings: Tensor
+        self,
+        plan: ShardPlan,
+        sampler: ClassSampler | None,
+        labels: Tensor,
+        embeddings: Tensor,
+        compiler: TileCompiler | None,
     ) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
         shard = self._sharded.shard
@@ -467,7 +487,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         )
         if plan.form == "bf16":
             rows = Operand.prepare(embeddings, plan.form, normalize=self.loss.distance.normalize_embeddings)
-        compiler = self._compiler if self._head.is_cosine else None
         return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, compiler, gradient)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:

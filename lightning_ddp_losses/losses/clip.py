@@ -20,6 +20,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.losses.kernels.choice import CompileTiles
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     GradTerms,
@@ -46,15 +47,18 @@ class ClipLoss(TwoTowerLoss):
         max_scale: The own scale is clamped to this. None: not at all.
         label_smoothing: Same as in ``torch.nn.CrossEntropyLoss``.
         normalize: Divide embeddings by their length. False if the model has done so.
-        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled 256 MiB.
+        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied. ``"float32"``, or ``"bf16"`` on tensor cores, into float32. Exact but for the order of summation
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
             bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
-        compile_tiles: Compile a tile's computations next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
-            none. It takes seconds at the first call. For many bfloat16 rows on a GPU: with ``products="auto"``, on an NVIDIA H200 with
-            torch 2.11, a step of 65,536 rows took 103 ms in place of 313, of 8,192 rows 5.1 in place of 7.8, of 1,024 1.07 times as long.
+        compile_tiles: What computes a tile next to its products. False: torch's operators. ``"auto"``: a hand-written kernel, if each rank
+            has an NVIDIA GPU and triton, which torch brings there, and 2^24 products or more (4,096 rows against 4,096) in float32, else
+            torch's operators. The first call tries it on all ranks: if it fails on one, rank 0 warns and all take the operators. It gives
+            the same numbers but for rounding, and takes tiles of 256 MiB. It was not measured. True: ``torch.compile``, on all ranks or, if
+            it fails on one, on none, and seconds at the first call. With True and ``products="auto"`` on an NVIDIA H200 with torch 2.11 a
+            step of 65,536 bfloat16 rows took 103 ms in place of 313, of 8,192 rows 5.1 in place of 7.8, of 1,024 1.07 times as long.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
@@ -105,7 +109,7 @@ class ClipLoss(TwoTowerLoss):
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
         products: ProductChoice = "auto",
-        compile_tiles: bool = False,
+        compile_tiles: CompileTiles = "auto",
         name: str | None = None,
         check_weights: bool = True,
         group: Group = None,
@@ -260,7 +264,7 @@ def _stats_of_one_tile(
 ) -> tuple[LogSumExp, Tensor, Tensor | None]:
     """Return what ``_stats_of_tiles`` does of the only tile, and its logits if backward needs them: it is not computed twice."""
     block = call.gathered_block()
-    keeps = call.trained and call.compiler is None
+    keeps = call.trained and not call.takes_masks
     tile, products = next(call.tiles(block, scale))
     of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
     if mean_column is not None:

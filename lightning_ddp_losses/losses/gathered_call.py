@@ -291,6 +291,7 @@ class PMLCall:
         arguments: The arguments over all ranks, for ``inner(**arguments)``.
         args: Those without a name: none.
         counts: Rows of each rank, per gathered tensor.
+        extras: The bytes that each rank has sent next to them.
         local_labels: This rank's labels, or its identities if no labels were given.
     """
 
@@ -312,6 +313,7 @@ class PMLCall:
         self._identities_wanted = without_labels and not facts.pairs_views
         names = list(batches.tensors)
         self.counts = dict(zip(names, gathered.counts, strict=True))
+        self.extras = gathered.extras
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         tuples = given.get("indices_tuple")

@@ -49,6 +49,7 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
+from lightning_ddp_losses.losses.kernels.choice import CompileTiles, chosen, option_of, serves, tile_compiler
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout
@@ -56,7 +57,7 @@ from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_l
 from lightning_ddp_losses.losses.products import ProductChoice, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
+from lightning_ddp_losses.losses.tiled import TiledCall, TiledPlan, tiled_plan
 from lightning_ddp_losses.losses.tuples import GlobalTuples
 
 _WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own rows
@@ -105,9 +106,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tile_bytes: The most that one tile of distances may take, in ``rows``. None: a size that is fast on the device. Rows are evaluated
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also know ``"ring"``.
-        compile_tiles: Let ``torch.compile`` fuse the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets).
-            All ranks compile at the first call. If it fails on any, all compute eagerly, with a warning. SupCon of 65,536 rows took 344
-            ms and 769 MiB in place of 380 and 1,286, of 1,024 rows 1.2 times as long (NVIDIA H200, torch 2.11, float32).
+        compile_tiles: What computes the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
+            hand-written kernels of SupCon, if each rank has an NVIDIA GPU and triton, and 2^24 pairs or more, as the mean over ranks
+            (not measured), else torch's operators. False: these. True: ``torch.compile``. All ranks compile at the first call. If it
+            fails on any, all compute eagerly, with a warning. With True, SupCon of 65,536 rows took 344 ms and 769 MiB in place of 380
+            and 1,286, of 1,024 rows 1.2 times as long (NVIDIA H200, torch 2.11, float32).
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
             ``"float32"``, ``"bf16"`` or ``"auto"``. All else (few rows) is float32.
         name: Name that tells this loss from others of its kind, which every rank must call in one order. None: its path in the module
@@ -160,7 +163,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         views: int | Mapping[int | str, int] | None = None,
         tile_bytes: int | None = None,
         gather: Literal["all"] = "all",
-        compile_tiles: bool = False,
+        compile_tiles: CompileTiles = "auto",
         products: ProductChoice = "auto",
         name: str | None = None,
         check_weights: bool = True,
@@ -175,7 +178,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.backward = backward
         self.layout = SampleLayout.of(module, batch_dims, views, self._title)
         self.tile_bytes = tile_bytes
-        self._tile_compiler = TileCompiler() if compile_tiles else None
+        self._tile_compiler = tile_compiler(self._title, compile_tiles)
         self.products = products
         self.set_group(group, self._title, name)
         # state of the calls
@@ -195,9 +198,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return self.layout.batch_dims
 
     @property
-    def compile_tiles(self) -> bool:
-        """Whether tiles are compiled."""
-        return self._tile_compiler is not None
+    def compile_tiles(self) -> CompileTiles:
+        """Option of the constructor."""
+        return option_of(self._tile_compiler)
 
     def extra_repr(self) -> str:
         """Show the mode that runs, and how rows are evaluated."""
@@ -280,7 +283,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _current_rules(self) -> LossPlan:
         """Return the rules for all calls, as the loss and this object are configured now."""
-        others = (self.mode, self.products, self._tile_compiler is None, repr(self.layout))
+        others = (self.mode, self.products, self.compile_tiles, repr(self.layout))
         return self._plans.current(self.loss, self.backward, *others)
 
     def _plan_call(
@@ -448,7 +451,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 form = prepared.plan.products
                 if self.products == "auto" and not call.is_bf16_on_all_ranks():
                     form = "float32"
-                options = self.tile_bytes, self._tile_compiler, form
+                options = self.tile_bytes, self._compiler_of_call(rules.tiles, call), form
                 return TiledCall(loss, rules.tiles, call, exchange, *options).run()
             if call.rows_possible():
                 return by_rows(loss, rules, exchange, call, self.tile_bytes)
@@ -464,6 +467,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             )
             self.queue_position.check(call.rows_to_remember(), self._title)
         return self._replicated(rules, loss, call)
+
+    def _compiler_of_call(self, tiles: TiledPlan, call: PMLCall) -> TileCompiler | None:
+        """Return what computes the tiles of a call, the same on all ranks. None: torch's operators do."""
+        all_serve = tiles.pair_loss.has_kernels and all(sent[-1] for sent in call.extras)
+        entries = call.total_rows * call.total_references // len(call.extras)
+        return chosen(self._tile_compiler, all_serve, entries)
 
     def _replicated(self, rules: LossPlan, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
         """Evaluate the full loss, and note its value for the next call."""
@@ -519,16 +528,20 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if plan.layout is None:
             plan.layout = BatchLayout.of(self._title, batches, self._options())
         seed = self._seeds.next()
+        rows, has_kernels = batches.get("embeddings"), False
+        if rows is not None:
+            dtype = torch.promote_types(rows.dtype, torch.float32)
+            has_kernels = serves(self._tile_compiler, dtype, rows.device)
         gathered = gather_batch(
             plan.layout,
             batches,
             call.must_match,
             backward=backward,
-            extra=seed + self._replicated_value.take(),
+            extra=seed + self._replicated_value.take() + bytes([has_kernels]),
             given_dtype=plan.narrow_dtype,
             group=self._group,
         )
-        self._replicated_value.refuse_other(self._title, [extra[len(seed) :] for extra in gathered.extras])
+        self._replicated_value.refuse_other(self._title, [extra[len(seed) : -1] for extra in gathered.extras])
         return gathered
 
     def _exchange(self, call: PreparedCall, rows: Tensor) -> SumExchange:
@@ -543,7 +556,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _options(self) -> dict[str, object]:
         """Return the options that must be equal on all ranks."""
         options: dict[str, object] = {"mode": self.mode, "backward": self.backward, "products": self.products}
-        if self.compile_tiles:
+        if self.compile_tiles is True:
             options["compile_tiles"] = True
         return options
 

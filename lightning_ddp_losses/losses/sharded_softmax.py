@@ -73,7 +73,7 @@ class ShardedSoftmax(NamedTuple):
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world. None without such ranks.
         embeddings: G rows for products in bf16. If None, the rows from ``Head.prepare`` are multiplied in float32.
-        compiler: Compiles the functions of chunks. If None, they are not compiled.
+        compiler: Compiles the functions of chunks, or has kernels for them. If None, torch's operators compute them.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
 
@@ -87,7 +87,7 @@ class ShardedSoftmax(NamedTuple):
     on_backward: Callable[[Tensor, Tensor], None] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of a chunk, compiled if that is wanted."""
+        """Call a function of a chunk, compiled or by its kernel if that is wanted."""
         return function(*args) if self.compiler is None else self.compiler(function, *args)
 
     def chunk(self, targets: LocalTargets, start: int, stop: int, factors: Factors = NO_FACTORS) -> Chunk:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.losses.kernels.choice import CompileTiles
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.plans.towers import TowerRows
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
@@ -36,13 +37,13 @@ class SigLipLoss(TwoTowerLoss):
         init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
         max_scale: The own scale is clamped to this. None: not at all.
         normalize: Divide embeddings by their length. False if the model has done so.
-        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled 256 MiB.
+        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
-        compile_tiles: Compile a tile's computations next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
-            none. It takes seconds at the first call. For many bfloat16 rows on a GPU: with ``products="auto"``, on an NVIDIA H200 with
-            torch 2.11, a step of 65,536 rows took 70 ms in place of 173, of 8,192 rows 3.1 in place of 3.8, of 1,024 1.09 times as long.
+        compile_tiles: What computes a tile next to its products: ``"auto"``, True or False, as in ``ClipLoss``. With True and
+            ``products="auto"`` on an NVIDIA H200 with torch 2.11 a step of 65,536 bfloat16 rows took 70 ms in place of 173, of 8,192 rows
+            3.1 in place of 3.8, of 1,024 1.09 times as long. ``"auto"`` was not measured.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
@@ -82,7 +83,7 @@ class SigLipLoss(TwoTowerLoss):
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
         products: ProductChoice = "auto",
-        compile_tiles: bool = False,
+        compile_tiles: CompileTiles = "auto",
         name: str | None = None,
         check_weights: bool = True,
         group: Group = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,16 +34,30 @@ def rehearsed_tile(like: Tensor) -> Tensor:
     return torch.linspace(-1, 1, rows * columns, dtype=like.dtype, device=like.device).view(rows, columns)
 
 
+class KernelError(RuntimeError):
+    """A hand-written kernel could not be compiled or launched. It has written nothing."""
+
+
 class TileCompiler:
-    """Compiles functions of tiles once, for all calls of one loss."""
+    """Compiles functions of tiles once, for all calls of one loss.
+
+    Attributes:
+        has_failed: The ranks have agreed that tiles are computed eagerly.
+    """
+
+    compiler: ClassVar[str] = "torch.compile"
+    """How messages name what compiles."""
+
+    takes_masks: ClassVar[bool] = True
+    """Whether functions find own pairs and positives by masks that they make themselves."""
 
     def __init__(self) -> None:
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._rehearsed: set[object] = set()
-        self._eager = False
+        self.has_failed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TileCompiler, ()  # a copy compiles for itself
+        return type(self), ()  # a copy compiles for itself
 
     def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
         """Compile the functions of a kind of call at the first such call. All ranks together.
@@ -56,7 +70,7 @@ class TileCompiler:
 
         Communication: one handshake for a new kind.
         """
-        if self._eager or kind in self._rehearsed:
+        if self.has_failed or kind in self._rehearsed:
             return
         failed = b""
         try:
@@ -65,18 +79,18 @@ class TileCompiler:
             failed = f"{type(error).__name__}: {str(error)[:300]}".encode()
         reasons = handshake.all_gather(f"{title}: compile_tiles", {"kind": kind}, failed, group=group)
         self._rehearsed.add(kind)
-        self._eager = any(reasons)
-        if self._eager and process_groups.rank(group) == 0:
+        self.has_failed = any(reasons)
+        if self.has_failed and process_groups.rank(group) == 0:
             rank = next(rank for rank, reason in enumerate(reasons) if reason)
             warnings.warn(
-                f"{title}: compile_tiles: torch.compile failed on rank {rank} ({reasons[rank].decode(errors='replace')}). "
+                f"{title}: compile_tiles: {self.compiler} failed on rank {rank} ({reasons[rank].decode(errors='replace')}). "
                 "All ranks compute tiles eagerly, which gives the same numbers.",
                 stacklevel=2,
             )
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with its arguments, compiled unless that has failed."""
-        if self._eager:
+        if self.has_failed:
             return function(*args)
         try:
             return self._run(function, *args)

@@ -60,7 +60,7 @@ class Factors(NamedTuple):
         scale: 0-dim. None: the rows are multiplied by it already.
         of_rows: (T,). None: 1.
         of_columns: (C,). None: 1.
-        own: Diagonal of the tile with the products of images and their own texts, which is outside of a tile without them. Compiled: the
+        own: Diagonal of the tile with the products of images and their own texts, which is outside of a tile without them. With masks: the
             column of each row's own text, (T, 1), anywhere outside if it is not in the tile.
     """
 
@@ -193,12 +193,13 @@ class TowerCall:
         ring_rows: This rank's rows of it as they go round. None: they do not.
         trained: True if anything needs a gradient, on any rank.
         columns_trained: True if the second tower does.
-        compiler: Compiles the functions of tiles. None: they are not compiled.
+        compiler: Compiles the functions of tiles, or has kernels for them. None: they are not compiled.
         column_counts: Columns of each rank: both.
         total: G.
         width: M.
         own_texts: This rank's texts among those with statistics on this rank.
         splits: Whether gradients of tiles are split into two bf16 numbers.
+        takes_masks: Whether functions of tiles find own pairs by masks that they make themselves.
         tile_entries: Most products at a time.
         is_one_tile: True if one tile has all products of this rank.
     """
@@ -223,6 +224,7 @@ class TowerCall:
     width: int = field(init=False)
     own_texts: slice = field(init=False)
     splits: bool = field(init=False)
+    takes_masks: bool = field(init=False)
     tile_entries: int = field(init=False)
     is_one_tile: bool = field(init=False)
 
@@ -237,13 +239,16 @@ class TowerCall:
         self.own_texts = slice(first, first + self.text_counts[rank])
         self.splits = splits(self.form, self.images.rows.device)
         rows = self.images.rows.shape[0]
-        self.tile_entries = self.plan.tile_bytes // self.plan.dtype.itemsize
+        self.takes_masks = self.compiler is not None and self.compiler.takes_masks
+        has_kernels = self.compiler is not None and not self.takes_masks
+        tile_bytes = self.plan.kernel_tile_bytes if has_kernels else self.plan.tile_bytes
+        self.tile_entries = tile_bytes // self.plan.dtype.itemsize
         height, width = tile_shape(rows, self.tile_entries)
         is_one_block = self.ring is None and self.queue is None
         self.is_one_tile = is_one_block and 0 < rows <= height and 0 < self.width <= width
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of a tile, compiled if that is wanted."""
+        """Call a function of a tile, compiled or by its kernel if that is wanted."""
         return function(*args) if self.compiler is None else self.compiler(function, *args)
 
     def zero_sums(self, rows: Operand) -> Tensor:
@@ -301,7 +306,7 @@ class TowerCall:
         """Return the own pairs of a tile (``Factors``). ``shift``: column of the first image's own text in the block."""
         count = rows.stop - rows.start
         first: int = columns.stop - columns.start if shift is None else rows.start + shift - columns.start
-        if self.compiler is None:
+        if not self.takes_masks:
             return first
         return torch.arange(first, first + count, device=self.images.rows.device).unsqueeze(1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, re
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import TravellingRows
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
+from lightning_ddp_losses.losses.kernels.choice import CompileTiles, chosen, option_of, serves, tile_compiler
 from lightning_ddp_losses.losses.plans.signatures import kind_of, signature_of
 from lightning_ddp_losses.losses.plans.towers import (
     PAIRED,
@@ -62,10 +64,12 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: each call gives it.
         max_scale: Upper limit of the own scale. None: none.
         normalize: Divide embeddings by their length.
-        tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled 256 MiB.
+        tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled or with kernels
+            256 MiB.
         gather: ``"all"``: every rank holds all columns. ``"ring"``: they go round a ring.
         products: Dtype of the products, as in ``products``.
-        compile_tiles: Compile the functions of a tile.
+        compile_tiles: What computes a tile's functions: ``"auto"``, kernels for many rows on a GPU. True, ``torch.compile``. False, torch's
+            operators.
         name: Identity among losses of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
@@ -82,7 +86,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         tile_bytes: int | None,
         gather: Literal["all", "ring"],
         products: ProductChoice,
-        compile_tiles: bool,
+        compile_tiles: CompileTiles,
         name: str | None,
         check_weights: bool,
         group: Group,
@@ -97,7 +101,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         refuse_products(title, products)
         self.products: ProductChoice = products
         self.max_scale, self.normalize, self.tile_bytes, self.gather = max_scale, normalize, tile_bytes, gather
-        self._compiler = TileCompiler() if compile_tiles else None
+        self._compiler = tile_compiler(title, compile_tiles)
         self.set_group(group, title, name)
         self._upstream_grads = UpstreamGradWatch()
         self._weights = WeightFingerprints(wanted=check_weights)
@@ -107,9 +111,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
 
     @property
-    def compile_tiles(self) -> bool:
-        """Whether tiles are compiled."""
-        return self._compiler is not None
+    def compile_tiles(self) -> CompileTiles:
+        """Option of the constructor."""
+        return option_of(self._compiler)
 
     @eager_recursive
     def forward(
@@ -165,7 +169,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             self.gather,
             self.normalize,
             self.tile_bytes,
-            self._compiler is None,
+            self.compile_tiles,
             self.logit_scale is None,
         )
         signature = signature_of([*kinds, *options], parameters)
@@ -232,8 +236,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         trained_rows = autograd_graph.match_requires_grad(own_rows, call.columns_trained)
         # 4. the loss
         numbers = [self._number(name, number) for name, number in given.items()]
-        if self._compiler is not None:
-            self._rehearse(self._compiler, call, numbers)
+        if call.compiler is not None:
+            self._rehearse(call.compiler, call, numbers)
+            if call.compiler.has_failed:
+                call = replace(call, compiler=None)
         return self._evaluate(call, trained_images, trained_rows, *paired, *numbers)
 
     def _gather(
@@ -245,7 +251,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             sent["extra_texts"] = plan.as_sent(rows.extra)
         if paired and not plan.in_ring:
             sent[PAIRED] = paired[0]
-        return gather_batch(plan.layout, sent, must_match, extra=plan.flags, group=self._group)
+        has_kernels = serves(self._compiler, plan.dtype, rows.images.device)
+        flags = plan.flags + bytes([has_kernels])
+        return gather_batch(plan.layout, sent, must_match, extra=flags, group=self._group)
 
     def _tower_call(
         self,
@@ -264,7 +272,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         total = sum(text_counts)
         if total == 0:
             raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
-        trained, columns_trained, all_bf16 = _joined_flags(batch.extras)
+        trained, columns_trained, all_bf16, have_kernels = _joined_flags(batch.extras)
         form = plan.form
         if form == "bf16" and not all_bf16:  # float32 rows of another rank
             form = "float32"
@@ -286,6 +294,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             ring_rows = own_rows.detach().to(batch.dtypes[0][process_groups.rank(self._group)])
         if rows.queue is not None:
             queue = plan.operand(rows.queue, form)
+        width = total + sum(extra_counts)
+        if queue is not None:
+            width += len(queue.rows)
+        compiler = chosen(self._compiler, have_kernels, total * width // world_size)
         return TowerCall(
             plan,
             form,
@@ -301,7 +313,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             ring_rows,
             trained,
             columns_trained,
-            self._compiler,
+            compiler,
         )
 
     def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
@@ -328,7 +340,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
                 scale = products.new_ones(())
                 if call.plan.normalize:
                     of_rows, of_columns = products.new_ones(rows), products.new_ones(columns)
-            own = torch.arange(rows, device=like.device).unsqueeze(1)
+            own: int | Tensor = 0
+            if compiler.takes_masks:
+                own = torch.arange(rows, device=like.device).unsqueeze(1)
             self._rehearse_tile(run, products, Factors(scale, of_rows, of_columns, own), call)
 
         with torch.no_grad():
@@ -350,10 +364,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         return own.exp()
 
 
-def _joined_flags(flags_of_ranks: Sequence[bytes]) -> tuple[bool, bool, bool]:
-    """Return whether any rank trains anything, whether any trains its second tower, and whether all multiply in bf16."""
-    trained, columns_trained, bf16 = zip(*flags_of_ranks, strict=True)
-    return any(trained), any(columns_trained), all(bf16)
+def _joined_flags(flags_of_ranks: Sequence[bytes]) -> tuple[bool, bool, bool, bool]:
+    """Return whether any rank trains anything, whether any trains its second tower, whether all multiply in bf16, and have kernels."""
+    trained, columns_trained, bf16, kernels = zip(*flags_of_ranks, strict=True)
+    return any(trained), any(columns_trained), all(bf16), all(kernels)
 
 
 def _paired(rows: TowerRows, images: Operand, own: Operand, dtype: torch.dtype) -> Tensor:

@@ -175,10 +175,10 @@ def test_a_call_that_no_rank_has_compiled_is_compiled_later(pool: RankPool) -> N
 
 def test_what_is_compiled_stays_in_its_process() -> None:
     original = tile_compiler.TileCompiler()
-    original._eager = True
+    original.has_failed = True
     for other in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
         assert isinstance(other, tile_compiler.TileCompiler)
-        assert not other._eager
+        assert not other.has_failed
 
 
 @pytest.mark.parametrize("name", TOWERS)

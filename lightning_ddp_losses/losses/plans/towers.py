@@ -70,6 +70,7 @@ class TowerPlan:
         form: How rows are multiplied, if all ranks have rows of the same kind.
         normalize: Rows are divided by their lengths.
         tile_bytes: Most bytes of products at a time.
+        kernel_tile_bytes: The same for tiles that kernels compute.
         in_ring: The second tower goes round a ring.
         is_full: The call computes in ``dtype`` already: no context has to be entered, and no number cast.
         flags: Whether this rank trains anything, and the second tower, and whether it multiplies in bf16. The ranks exchange them.
@@ -82,6 +83,7 @@ class TowerPlan:
     form: ProductForm
     normalize: bool
     tile_bytes: int
+    kernel_tile_bytes: int
     in_ring: bool
     is_full: bool
     flags: bytes
@@ -117,10 +119,12 @@ class TowerPlan:
             and precision.is_full(dtype, [], computed)
             and not precision.narrow_buffers(precision.modules_of(module), dtype)
         )
-        tile_bytes = module.tile_bytes
+        tile_bytes = kernel_tile_bytes = module.tile_bytes
         if tile_bytes is None:
-            device_bytes = DEVICE_BYTES if module.compile_tiles else TOWER_BYTES
-            tile_bytes = tile_budget(rows.images.device, _HOST_TILE_BYTES, device_bytes)
+            kernel_tile_bytes = tile_budget(rows.images.device, _HOST_TILE_BYTES, DEVICE_BYTES)
+            tile_bytes = tile_budget(rows.images.device, _HOST_TILE_BYTES, TOWER_BYTES)
+            if module.compile_tiles is True:
+                tile_bytes = kernel_tile_bytes
         records_graph = torch.is_grad_enabled()
         second_tower = [tensor for name, tensor in given.items() if name in ("texts", "extra_texts")]
         trains_columns = records_graph and any(tensor.requires_grad for tensor in second_tower)
@@ -137,13 +141,14 @@ class TowerPlan:
                 must_match[name] = "its own" if number is None else "a tensor"
         if rows.queue is None:
             must_match["queue"] = "none"
-        if module.compile_tiles:
+        if module.compile_tiles is True:
             must_match["compile_tiles"] = "True"
         return cls(
             dtype,
             form,
             module.normalize,
             tile_bytes,
+            kernel_tile_bytes,
             module.gather == "ring",
             is_full,
             flags,

@@ -148,7 +148,8 @@ class TiledCall:
         call: The arguments over all ranks.
         exchange: Exchange of sums between the ranks.
         tile_bytes: The most that a tile may take. None: a default.
-        compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: they are not compiled.
+        compiler: Compiles the tile functions, or has kernels for them. Pairs are then ``WholePairs`` on every device. None: they are not
+            compiled.
         products: Form of products of rows, if the distance is one.
     """
 
@@ -165,6 +166,8 @@ class TiledCall:
         call, exchange, rows = self.call, self.exchange, self.call.given["embeddings"]
         if self.compiler is not None:
             self._rehearse(self.compiler)
+            if self.compiler.has_failed:
+                return replace(self, compiler=None).run()
         # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
         handshake_bytes = handshake.HANDSHAKE_BYTES + self._payload_capacity()
         with handshake.raising_on_all_ranks(exchange.title, handshake_bytes=handshake_bytes, group=exchange.group):

@@ -121,6 +121,7 @@ class PairLoss:
         recorded: How many more there are if reducers record theirs.
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero without positives or without negatives.
+        has_kernels: ``kernels.launches`` has its functions.
         counts_pairs_once: A pair counts once, however often a miner names it.
         width: k.
         scale: Factor of the distances in the tiles' matrix.
@@ -137,6 +138,7 @@ class PairLoss:
     recorded: ClassVar[int] = 0
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
     grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
@@ -331,6 +333,7 @@ class SupCon(SoftmaxPairLoss):
     Statistics of a row: l, the count of the row, the same over its number of positives.
     """
 
+    has_kernels = True
     counts_pairs_once = True
     needs_both_kinds = True
     rows_of = staticmethod(formulas.supcon_rows)

@@ -1,0 +1,252 @@
+"""What stands between the products of a tile, each in one pass over memory: kernels in Triton.
+
+A program computes a block of a tile. Sums and maxima of rows and columns are partial results of the blocks, each at a place of its own,
+which are joined afterwards in their order: no atomic operation, so that every run gives the same numbers. All is computed in float32.
+Offsets have 64 bits, since a tile may have more than 2^31 entries. An argument that is None is left out when the kernel is compiled.
+
+This file needs triton, so it is imported only where that is installed (``launches``).
+
+Arguments that several kernels have:
+
+| argument | what |
+|---|---|
+| ``products`` | (T, C), of any floating dtype and strides |
+| ``of_rows``, ``of_columns``, ``scale`` | (T,), (C,) and one number, factors that make logits of products |
+| ``plus`` | (C,), added to the logits |
+| ``own``, ``own_columns``, ``has_own`` | an entry of each row: column ``row + own``, or ``own_columns`` (T,) where ``has_own`` (T,) |
+| ``values`` | (T,), numbers of the own entries |
+| ``row_labels``, ``column_labels`` | (T,) and (C,). Entries of equal labels are positives, but for the own ones |
+| ``high``, ``low`` | (T, C), the gradient. ``TERMS`` 0: it overwrites the products. 1: ``high``. 2: ``high - low`` |
+
+Legend: ``T`` rows and ``C`` columns of a tile, ``P`` and ``Q`` its blocks of rows and of columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# what changes from tile to tile, of which no kernel of its own is worth it: sizes, and the alignment of numbers of rows and columns
+_SIZES = ["rows", "own", "text_count"]
+_NUMBERS = [
+    *(
+        "of_rows",
+        "of_columns",
+        "scale",
+        "bias",
+        "plus",
+        "own_columns",
+        "has_own",
+        "values",
+        "row_labels",
+        "column_labels",
+    ),
+    *("row_losses", "row_grads", "row_maxima", "row_sums", "column_maxima", "column_sums", "positive_sums"),
+    *("positive_counts", "row_shares", "column_shares", "row_lse", "column_lse", "grad_of_rows", "grad_of_columns"),
+]
+
+
+@triton.jit
+def _places(rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Return the blocks of a program, its rows and columns, and which of these are inside of the tile."""
+    column_blocks = tl.cdiv(columns, BLOCK_COLUMNS)
+    row_block = (tl.program_id(0) // column_blocks).to(tl.int64)
+    column_block = (tl.program_id(0) % column_blocks).to(tl.int64)
+    row = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = column_block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    return row_block, column_block, row, column, row < rows, column < columns
+
+
+@triton.jit
+def _numbers(of, place, inside):
+    """Return numbers of rows or columns, in float32. 0 outside of the tile."""
+    return tl.load(of + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _logits(products, at, of_rows, of_columns, scale, plus, row, column, row_inside, column_inside):
+    """Return products times their factors, plus numbers of their columns, in float32."""
+    logits = _numbers(products, at, row_inside[:, None] & column_inside[None, :])
+    if of_rows is not None:
+        factors = _numbers(of_rows, row, row_inside)
+        if scale is not None:
+            factors = factors * tl.load(scale).to(tl.float32)
+        logits = logits * factors[:, None]
+    elif scale is not None:
+        logits = logits * tl.load(scale).to(tl.float32)
+    if of_columns is not None:
+        logits = logits * _numbers(of_columns, column, column_inside)[None, :]
+    if plus is not None:
+        logits = logits + _numbers(plus, column, column_inside)[None, :]
+    return logits
+
+
+@triton.jit
+def _are_own(own, own_columns, has_own, row, column, row_inside):
+    """Return which entries of a block are own ones."""
+    if own_columns is None:
+        own_column = row + own
+    else:
+        own_column = tl.load(own_columns + row, mask=row_inside, other=-1).to(tl.int64)
+        if has_own is not None:
+            own_column = tl.where(tl.load(has_own + row, mask=row_inside, other=0) != 0, own_column, -1)
+    return own_column[:, None] == column[None, :]
+
+
+@triton.jit
+def _are_positives(row_labels, column_labels, row, column, row_inside, column_inside):
+    """Return which entries of a block have equal labels."""
+    of_rows = tl.load(row_labels + row, mask=row_inside, other=0)
+    of_columns = tl.load(column_labels + column, mask=column_inside, other=0)
+    return (of_rows[:, None] == of_columns[None, :]) & row_inside[:, None] & column_inside[None, :]
+
+
+@triton.jit
+def _store_terms(grad, products, at, high, low, row, column, inside, columns, TERMS: tl.constexpr):
+    """Write the gradient of a block."""
+    if TERMS == 0:
+        tl.store(products + at, grad.to(products.dtype.element_ty), mask=inside)
+    else:
+        place = row[:, None] * columns + column[None, :]
+        rounded = grad.to(high.dtype.element_ty)
+        tl.store(high + place, rounded, mask=inside)
+        if TERMS == 2:
+            tl.store(low + place, (rounded.to(tl.float32) - grad).to(low.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _log1p(small):
+    """Return ``log(1 + x)`` for x from 0 to 1, with all digits of a small x: 2 artanh(x / (2 + x)), a series to 1e-8."""
+    ratio = small / (small + 2.0)
+    square = ratio * ratio
+    series = 1.0 / 13.0 * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    return 2.0 * ratio * (series * square + 1.0)
+
+
+# the arguments of kernels stand in rows by what they are about
+# fmt: off
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_NUMBERS)
+def siglip_kernel(
+    products, rows, columns, row_stride, column_stride,
+    of_rows=None, of_columns=None, scale=None, bias=None, own=0,
+    row_losses=None, row_grads=None, high=None, low=None,
+    TERMS: tl.constexpr = 0, BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
+):
+    """Compute ``softplus(-t z)`` and its derivative. ``row_losses``, ``row_grads``: (Q, T), sums of rows of both."""
+    _, column_block, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    inside = row_inside[:, None] & column_inside[None, :]
+    logits = _logits(products, at, of_rows, of_columns, scale, None, row, column, row_inside, column_inside)
+    logits = logits + tl.load(bias).to(tl.float32)
+    is_own = _are_own(own, None, None, row, column, row_inside)
+    opposed = tl.where(is_own, -logits, logits)
+    # of the smaller of exp(x) and exp(-x), which does not overflow
+    small = tl.exp(-tl.abs(opposed))
+    losses = tl.where(opposed > 0, opposed, 0.0) + _log1p(small)
+    place = column_block * rows + row
+    tl.store(row_losses + place, tl.sum(tl.where(inside, losses, 0.0), 1), mask=row_inside)
+    if row_grads is not None:
+        sigmoid = tl.where(opposed >= 0, 1.0, small) / (1.0 + small)
+        grad = tl.where(is_own, -sigmoid, sigmoid)
+        tl.store(row_grads + place, tl.sum(tl.where(inside, grad, 0.0), 1), mask=row_inside)
+        if of_rows is not None:
+            grad = grad * _numbers(of_rows, row, row_inside)[:, None]
+        if of_columns is not None:
+            grad = grad * _numbers(of_columns, column, column_inside)[None, :]
+        _store_terms(grad, products, at, high, low, row, column, inside, columns, TERMS)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_NUMBERS)
+def softmax_stats_kernel(
+    products, rows, columns, row_stride, column_stride,
+    of_rows=None, of_columns=None, scale=None, plus=None,
+    own=0, own_columns=None, has_own=None, values=None, row_labels=None, column_labels=None,
+    row_maxima=None, row_sums=None, column_maxima=None, column_sums=None, text_count=0,
+    positive_sums=None, positive_counts=None,
+    OWN: tl.constexpr = "none", LOWEST: tl.constexpr = 0.0, KEEPS: tl.constexpr = False,
+    BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
+):
+    """Compute the maximum of rows and columns and the sum of exponentials relative to it, (Q, T) and (P, text_count).
+
+    ``OWN``: ``"lowest"``, own entries do not count. ``"put"``, they are ``values``. ``"take"``, they are stored there. With labels also the
+    sum of the positives relative to the maximum, and their number, (Q, T). ``KEEPS``: logits overwrite the products.
+    """
+    row_block, column_block, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    inside = row_inside[:, None] & column_inside[None, :]
+    logits = _logits(products, at, of_rows, of_columns, scale, plus, row, column, row_inside, column_inside)
+    is_own = _are_own(own, own_columns, has_own, row, column, row_inside)
+    if OWN == "lowest":
+        logits = tl.where(is_own, LOWEST, logits)
+    elif OWN == "put":
+        logits = tl.where(is_own, _numbers(values, row, row_inside)[:, None], logits)
+    elif OWN == "take":
+        places = tl.broadcast_to(row[:, None], (BLOCK_ROWS, BLOCK_COLUMNS))
+        tl.store(values + places, logits.to(values.dtype.element_ty), mask=inside & is_own)
+    if KEEPS:
+        tl.store(products + at, logits.to(products.dtype.element_ty), mask=inside)
+    known = tl.where(inside, logits, LOWEST)
+    maximum = tl.max(known, 1)
+    place = column_block * rows + row
+    tl.store(row_maxima + place, maximum, mask=row_inside)
+    differences = known - maximum[:, None]
+    tl.store(row_sums + place, tl.sum(tl.where(inside, tl.exp(differences), 0.0), 1), mask=row_inside)
+    if row_labels is not None:
+        positives = _are_positives(row_labels, column_labels, row, column, row_inside, column_inside) & (is_own == 0)
+        tl.store(positive_sums + place, tl.sum(tl.where(positives, differences, 0.0), 1), mask=row_inside)
+        tl.store(positive_counts + place, tl.sum(positives.to(tl.float32), 1), mask=row_inside)
+    if column_maxima is not None:
+        maximum = tl.max(known, 0)
+        place = row_block * text_count + column
+        tl.store(column_maxima + place, maximum, mask=column < text_count)
+        exponentials = tl.where(inside, tl.exp(known - maximum[None, :]), 0.0)
+        tl.store(column_sums + place, tl.sum(exponentials, 0), mask=column < text_count)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_NUMBERS)
+def softmax_terms_kernel(
+    products, rows, columns, row_stride, column_stride,
+    of_rows=None, of_columns=None, scale=None, plus=None,
+    own=0, own_columns=None, has_own=None, values=None, row_labels=None, column_labels=None,
+    row_shares=None, column_shares=None, row_lse=None, column_lse=None,
+    grad_of_rows=None, grad_of_columns=None, high=None, low=None,
+    OWN: tl.constexpr = "none", SIGN: tl.constexpr = 1, TERMS: tl.constexpr = 0,
+    BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
+):
+    """Compute the softmax of the rows, plus that of the columns, times factors ``grad_of_rows`` and ``grad_of_columns``.
+
+    ``row_lse``, ``column_lse``: log-sum-exps of rows and columns, times ``SIGN``. ``OWN``: ``"put"``, own entries of the gradient are
+    ``values``. ``"zero"``, they are 0. ``"subtract"``, they are less by 1. With labels the positives are less by ``row_shares +
+    column_shares``.
+    """
+    _, _, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    at = row[:, None] * row_stride + column[None, :] * column_stride
+    inside = row_inside[:, None] & column_inside[None, :]
+    logits = _logits(products, at, of_rows, of_columns, scale, plus, row, column, row_inside, column_inside)
+    is_own = _are_own(own, own_columns, has_own, row, column, row_inside)
+    grad = tl.exp(logits - SIGN * _numbers(row_lse, row, row_inside)[:, None])
+    if column_lse is not None:
+        grad = grad + tl.exp(logits - SIGN * _numbers(column_lse, column, column_inside)[None, :])
+    if row_labels is not None:
+        shares = _numbers(row_shares, row, row_inside)[:, None]
+        if column_shares is not None:
+            shares = shares + _numbers(column_shares, column, column_inside)[None, :]
+        positives = _are_positives(row_labels, column_labels, row, column, row_inside, column_inside)
+        grad = tl.where(positives, grad - shares, grad)
+    if OWN == "put":
+        grad = tl.where(is_own, _numbers(values, row, row_inside)[:, None], grad)
+    elif OWN == "zero":
+        grad = tl.where(is_own, 0.0, grad)
+    elif OWN == "subtract":
+        grad = tl.where(is_own, grad - 1.0, grad)
+    if grad_of_rows is not None:
+        grad = grad * _numbers(grad_of_rows, row, row_inside)[:, None]
+    if grad_of_columns is not None:
+        grad = grad * _numbers(grad_of_columns, column, column_inside)[None, :]
+    _store_terms(grad, products, at, high, low, row, column, inside, columns, TERMS)

@@ -1,0 +1,90 @@
+"""Calls of the functions of tiles that have a kernel: each with its arguments behind the products, for T rows and C columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
+from lightning_ddp_losses.losses.sharded_softmax import Chunk, class_stats, class_terms
+from lightning_ddp_losses.losses.sharded_weight import Targets
+from lightning_ddp_losses.losses.siglip import siglip_tile
+from lightning_ddp_losses.losses.tiled.tile_functions import supcon_grad, supcon_rows
+from lightning_ddp_losses.losses.tiled.tiles import LabelKeys
+from lightning_ddp_losses.losses.tower_tiles import Factors
+
+
+def numbers(count: int, seed: int = 1) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def factors(rows: int, columns: int, *, own: int = 0, plain: bool = False) -> Factors:
+    if plain:
+        return Factors(None, None, None, own)
+    return Factors(torch.tensor(1.5), numbers(rows), numbers(columns), own)
+
+
+def siglip(rows: int, columns: int) -> Iterator[partial[Any]]:
+    for own, plain, with_grads, splits in (
+        (0, False, True, True),
+        (-3, True, True, False),
+        (columns, False, True, False),
+        (2, True, False, False),
+    ):
+        given = factors(rows, columns, own=own, plain=plain)
+        yield partial(siglip_tile, None, given, torch.tensor(-1.0), with_grads, splits)
+
+
+def clip(rows: int, columns: int) -> Iterator[partial[Any]]:
+    for own, plain, text_count, keep in (
+        (0, False, columns, False),
+        (-3, True, columns // 2, True),
+        (2, False, 0, False),
+    ):
+        yield partial(clip_stats, None, factors(rows, columns, own=own, plain=plain), text_count, keep)
+    row_lse, column_lse, of_own = numbers(rows, 2) + 8, numbers(columns, 3) + 8, -numbers(rows, 4)
+    # further negatives have no column
+    column_lse[columns // 2 :] = torch.inf
+    for own, splits, are_logits in ((0, True, False), (-3, False, True), (2, False, False)):
+        given = factors(rows, columns, own=own)
+        yield partial(clip_terms, None, given, row_lse, column_lse if own else None, of_own, splits, are_logits)
+
+
+def classes(rows: int, columns: int) -> Iterator[partial[Any]]:
+    places = torch.arange(rows).mul(7).remainder(columns).unsqueeze(1)
+    is_inside = torch.arange(rows) % 3 > 0
+    for inside, log_weight, has_margin, keep in (
+        (None, None, True, False),
+        (is_inside, None, False, True),
+        (is_inside, numbers(columns, 5), True, False),
+    ):
+        chunk = Chunk(numbers(rows), numbers(columns), Targets(inside, places), log_weight)
+        yield partial(class_stats, None, chunk, numbers(rows, 6), has_margin, keep)
+        minus_lse, of_grad = -numbers(rows, 7).unsqueeze(1) - 8, (numbers(rows, 8), numbers(columns, 9))
+        # the upstream gradient of a mean is one number for all rows
+        expanded = (torch.tensor(0.25).expand(rows), None)
+        yield partial(class_terms, None, chunk, minus_lse, numbers(rows, 2), of_grad, has_margin)
+        yield partial(class_terms, None, chunk.of_logits(), minus_lse, None, expanded, False)
+
+
+def supcon(rows: int, columns: int) -> Iterator[partial[Any]]:
+    for own, number in ((0, 5), (None, 3)):
+        own_columns = None if own is None else torch.arange(own, own + rows).unsqueeze(1)
+        keys = LabelKeys(torch.arange(rows) % number, torch.arange(columns) % number, own_columns)
+        yield partial(supcon_rows, None, keys)
+        of_rows, of_columns = numbers(rows).unsqueeze(1) - 6, numbers(columns, 2) - 6
+        shares = numbers(rows, 3).unsqueeze(1), numbers(columns, 4)
+        yield partial(supcon_grad, None, keys, (of_rows, of_columns), shares)
+        yield partial(supcon_grad, None, keys, (of_rows,), shares[:1])
+
+
+CASES: dict[str, Callable[[int, int], Iterator[partial[Any]]]] = {
+    "SigLIP": siglip,
+    "CLIP": clip,
+    "classes": classes,
+    "SupCon": supcon,
+}
