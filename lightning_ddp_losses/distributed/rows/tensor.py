@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.distributed.rows.call import RowsCall, is_in_custom_function, line_of_loss
+from lightning_ddp_losses.distributed.rows.maps import collect, gather
 from lightning_ddp_losses.distributed.rows.nests import mapped, numbers_in, tensors_in
 from lightning_ddp_losses.distributed.rows.pending import PendingValue, plain_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -112,14 +113,18 @@ class GlobalRows(Tensor):
 
     def _gathered(self, operator: str) -> Tensor:
         """Return the rows of all ranks, plain."""
-        return self._call.gather(self._local, self._counts, self._dim, operator)
+        return gather(self._call, self._local, self._counts, self._dim, operator)
+
+    def _collected(self, operator: str) -> Tensor:
+        """Return the rows of all ranks, as an operand of this rank's rows."""
+        return collect(self._call, self._local, self._counts, self._dim, operator)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply the rule of an operator, or hand in the rows of all ranks."""
-        kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
+        kwargs = _renamed(kwargs) if kwargs else {}
         known = RULES.get(func)
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
@@ -153,6 +158,14 @@ class GlobalRows(Tensor):
 
 
 # ---------------------------------------------------------------------- arguments
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by torch's names. torch's own functions hand on ``out=None``, which is left out."""
+    found = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if found.get("out", found) is None:
+        del found["out"]
+    return found
 
 
 def first_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalRows | None:
