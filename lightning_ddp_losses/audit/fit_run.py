@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from lightning_ddp_losses.audit.loss_verdicts import FirstCalls
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
-from lightning_ddp_losses.audit.loss_verdicts import LossCalls
 from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
 from lightning_ddp_losses.core import compat
@@ -235,7 +235,7 @@ class FitRecorder(Recorder, Callback):
         self._inside_training_step = False
         self._wrapped: dict[str, WrappedParameter] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
-        self._loss_calls: LossCalls | None = None
+        self._first_calls: FirstCalls | None = None
 
     # ------------------------------------------------------------------ before the first step
 
@@ -269,12 +269,12 @@ class FitRecorder(Recorder, Callback):
         run = self.run
         is_one_process = run.plans and not run.ranks and not run.trace
         if is_one_process and run.perturb is None and run.seed is None:
-            self._loss_calls = LossCalls(pl_module)
+            self._first_calls = FirstCalls(pl_module)
 
     def certify_losses(self) -> None:
         """Record the certificates of the losses that the one process has called."""
-        if self._loss_calls is not None:
-            self.record.verdicts = self._loss_calls.verdicts()
+        if self._first_calls is not None:
+            self.record.verdicts = self._first_calls.verdicts()
 
     # ------------------------------------------------------------------ hooks, which go with the process
 

@@ -48,7 +48,7 @@ class LossVerdict:
         return f"{head}. {': '.join(parts)}" if parts else f"{head}."
 
 
-class LossCalls:
+class FirstCalls:
     """Keeps the first call of each loss of a module.
 
     Args:

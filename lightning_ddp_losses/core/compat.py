@@ -403,6 +403,12 @@ def hooks_of_calls(module: nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
+def is_in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` runs, or ``vmap``. That of the compiler is none."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() != torch._C._functorch.TransformType.Functionalize
+
+
 def next_node() -> int:
     """Return a number below those of all nodes that this thread adds to a graph from now on. Backward runs higher numbers first."""
     with torch.enable_grad():

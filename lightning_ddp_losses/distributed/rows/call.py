@@ -26,7 +26,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _FINGERPRINT_BYTES = 3 * torch.float64.itemsize
 _FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _OWN_PACKAGES = ("torch", "lightning_ddp_losses")
 _COPIED = "This operator has copied rows of all ranks, so the write would be lost. Write into a clone, or before it."
 SHARED_OR_NOT = (
@@ -87,7 +88,7 @@ class Watched(NamedTuple):
     fix: str = _COPIED
 
 
-class Waiting:
+class UnsentSums:
     """What waits for its exchange, of one call.
 
     Attributes:
@@ -125,7 +126,7 @@ class RowsCall:
         self.exchanged: list[Exchanged] = []
         self.is_over = False
         self.has_grad_mode = torch.is_grad_enabled()
-        self.waiting = Waiting()
+        self.waiting = UnsentSums()
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
         self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
@@ -302,12 +303,24 @@ def line_of_loss(frame: FrameType | None = None) -> str:
 
 def is_in_custom_function() -> bool:
     """Return whether the formula is in the forward of a custom ``autograd.Function``."""
+    return any(frame.f_code is _FUNCTION_CODE for frame in _frames_of_formula())
+
+
+def number_of_checkpoints() -> int:
+    """Return how many checkpoints of torch the formula is in."""
+    found = 0
+    for frame in _frames_of_formula():
+        is_checkpoint = frame.f_code.co_name == "checkpoint"
+        found += is_checkpoint and frame.f_globals.get("__name__") == _CHECKPOINT_MODULE
+    return found
+
+
+def _frames_of_formula() -> Iterator[FrameType]:
+    """Yield the frames from here to the call of the formula."""
     for frame in callers(inspect.currentframe()):
-        if frame.f_code is _FUNCTION_CODE:
-            return True
         if frame.f_code.co_name == "evaluate_on_rows":
-            return False
-    return False
+            return
+        yield frame
 
 
 def line_of_error(error: BaseException) -> str:

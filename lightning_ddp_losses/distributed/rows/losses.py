@@ -105,9 +105,14 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = _arguments(func, args, kwargs)
     if given is None:
         return NO_RULE
+    if isinstance(given["input"], GlobalRows) and given["input"]._dim == 1:
+        return _over_classes(given["input"], given["target"], given)
+    return _over_rows(func, given)
+
+
+def _over_rows(func: Any, given: dict[str, Any]) -> Any:
+    """Compute the loss of each row."""
     logits, target, weight = given["input"], given["target"], given.get("weight")
-    if isinstance(logits, GlobalRows) and logits._dim == 1:
-        return _over_classes(logits, target, given)
     are_rows = isinstance(logits, GlobalRows) and isinstance(target, (GlobalRows, Tensor))
     if not are_rows or isinstance(weight, GlobalRows) or logits._dim != 0 or logits._ndim < 2:
         return NO_RULE

@@ -139,7 +139,8 @@ class _Await(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = ctx.later.take()
+        # where second derivatives are asked for, _Share has exchanged it
+        found = None if torch.is_grad_enabled() else ctx.later.take()
         return grads[0] if found is None else found, None
 
 

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs
-from lightning_ddp_losses.distributed.rows.call import RowsCall, is_in_custom_function, line_of_loss
+from lightning_ddp_losses.distributed.rows.call import (
+    RowsCall,
+    is_in_custom_function,
+    line_of_loss,
+    number_of_checkpoints,
+)
 from lightning_ddp_losses.distributed.rows.maps import collect, gather
 from lightning_ddp_losses.distributed.rows.nests import mapped, numbers_in, tensors_in
 from lightning_ddp_losses.distributed.rows.pending import PendingValue, plain_of
@@ -149,12 +154,7 @@ class GlobalRows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse what has not followed a rule."""
-        raise InputError(
-            f"operator {func} on rows of all ranks",
-            expected="an operator that is called by the formula itself",
-            got=f"one inside a transform (torch.func, vmap), a compiled function or a kernel, at {line_of_loss(inspect.currentframe())}",
-            fix=_FIX,
-        )
+        raise _transform_error(f"operator {func}", "a transform (torch.func, vmap), a compiled function or a kernel")
 
 
 # ---------------------------------------------------------------------- arguments
@@ -242,6 +242,16 @@ def write_error(operator: str) -> InputError:
     )
 
 
+def _transform_error(operator: str, where: str) -> InputError:
+    """Return the error for an operator that is not called by the formula itself."""
+    return InputError(
+        f"{operator} on rows of all ranks",
+        expected="an operator that is called by the formula itself",
+        got=f"one inside {where}, at {line_of_loss(inspect.currentframe())}",
+        fix=_FIX,
+    )
+
+
 def memory_error(what: str, line: str) -> InputError:
     """Return the error for what reads or replaces memory that rows do not have."""
     return InputError(
@@ -256,6 +266,8 @@ def _refuse_place(func: Any, types: Any) -> None:
     """Refuse an operator where its gradient, or its exchange, would be lost."""
     if inputs.is_capturing():
         raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
+    if compat.is_in_transform():
+        raise _transform_error(name_of(func), "a transform (torch.func, vmap)")
     others = [
         each for each in types if each is not GlobalRows and not issubclass(each, nn.Parameter) and each is not Tensor
     ]
@@ -267,6 +279,13 @@ def _refuse_place(func: Any, types: Any) -> None:
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)
+    elif compat.are_saved_tensors_hooked() and number_of_checkpoints() > 1:
+        raise ConfigurationError(
+            f"{name_of(func)} on rows of all ranks",
+            expected="one checkpoint around it",
+            got=f"one inside another one, at {line_of_loss(inspect.currentframe())}",
+            fix="Leave out the inner or the outer one: backward of the inner one cannot compute its rows once more.",
+        )
 
 
 @functools.lru_cache(maxsize=1024)
