@@ -136,6 +136,7 @@ def compare_with_one(
             notes=notes(context),
             settings=_report_settings(context),
             accumulation=context.accumulation(),
+            loss_verdicts=context.one.records[0].verdicts,
         )
         report.settings["seconds"] = round(time.monotonic() - started, 2)
         return report

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from lightning_ddp_losses.audit.loss_verdicts import FirstCalls
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
 from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
@@ -107,6 +108,7 @@ class FitTarget(Target):
             fix="Is the training data empty on this rank (fewer rows than ranks, drop_last), or does no optimizer ever step?",
             error=InputError,
         )
+        recorder.certify_losses()
         return recorder.record
 
 
@@ -237,6 +239,7 @@ class FitRecorder(Recorder, Callback):
         self._inside_counted_backward = False
         self._wrapped: dict[str, WrappedParameter] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
+        self._first_calls: FirstCalls | None = None
 
     # ------------------------------------------------------------------ before the first step
 
@@ -270,6 +273,16 @@ class FitRecorder(Recorder, Callback):
         """Continue with the generators of a run whose steps have some of their own."""
         if self.replaces_draws:
             self._draws.states = dict(checkpoint.get(STEP_STATES, {}))
+
+        run = self.run
+        is_one_process = run.plans and not run.ranks and not run.trace
+        if is_one_process and run.perturb is None and run.seed is None:
+            self._first_calls = FirstCalls(pl_module)
+
+    def certify_losses(self) -> None:
+        """Record the certificates of the losses that the one process has called."""
+        if self._first_calls is not None:
+            self.record.verdicts = self._first_calls.verdicts()
 
     # ------------------------------------------------------------------ hooks, which go with the process
 

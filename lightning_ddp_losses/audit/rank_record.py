@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_ddp_losses.audit.loss_verdicts import LossVerdict
 from lightning_ddp_losses.audit.targets import CountedTargets
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes
 
@@ -151,6 +152,7 @@ class RankRecord:
         counted_targets: Cross entropies of the traced step with consecutive targets.
         terms: The user's line of each term of the losses, in a traced run or one with some terms switched off. Empty where it is
             not known.
+        verdicts: Certificates of the losses, of the one process.
         module_info: The module and its trainer when training started.
         tensors: Stored tensors by step (0: before the first) and kind, then by name in the module's order.
     """
@@ -174,6 +176,7 @@ class RankRecord:
     cut_lines: list[list[str]] = field(default_factory=list)
     counted_targets: list[CountedTargets] = field(default_factory=list)
     terms: list[str] = field(default_factory=list)
+    verdicts: list[LossVerdict] = field(default_factory=list)
     module_info: ModuleInfo = field(default_factory=ModuleInfo)
     tensors: dict[tuple[int, Kind], dict[str, Entry]] = field(default_factory=dict)
 

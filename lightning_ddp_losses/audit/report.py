@@ -23,6 +23,7 @@ from rich.text import Text
 
 from lightning_ddp_losses.audit.compare import COARSE, AccumulationParity, ComparedRow, Comparison, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis, number_text
+from lightning_ddp_losses.audit.loss_verdicts import LossVerdict
 from lightning_ddp_losses.errors import explained_by
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class AuditReport:
         notes: True of both runs, so no difference, but worth knowing.
         settings: Devices, steps, strategy, precision, rounding unit, seconds, ...
         accumulation: Comparison with both kinds of one process if a step accumulates micro-batches, else None.
+        loss_verdicts: What ``certify`` says about each loss of the module that a step called.
 
     Example:
         >>> report = AuditReport(True, [], [], [], [], [], {"devices": 2, "steps": 3})
@@ -67,6 +69,7 @@ class AuditReport:
     notes: list[Diagnosis]
     settings: dict[str, Any] = field(default_factory=dict)
     accumulation: AccumulationParity | None = None
+    loss_verdicts: list[LossVerdict] = field(default_factory=list)
 
     @property
     def verdict(self) -> Literal["equal", "different", "cannot tell"]:
@@ -146,6 +149,9 @@ class AuditReport:
             yield Text(f"Allowed error: {self.settings['tolerance']}.")
         if self.accumulation is not None:
             yield Text(self.accumulation.sentence())
+        if self.loss_verdicts:
+            yield Text("\nThe losses under plain DDP (certify):")
+            yield Text("\n".join(f"  {each}" for each in self.loss_verdicts))
         for number, each in enumerate(self.diagnoses, 1):
             yield from _diagnosis_texts(each, f"Diagnosis {number}")
         for each in self.notes:

@@ -433,6 +433,30 @@ def graph_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def hooks_of_calls(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the hooks before and after the forward of a module, by number."""
+    return [module._forward_pre_hooks, module._forward_hooks]
+
+
+def is_in_transform() -> bool:
+    """Return whether a transform of ``torch.func`` runs, or ``vmap``. That of the compiler is none."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() != torch._C._functorch.TransformType.Functionalize
+
+
+def next_node() -> int:
+    """Return a number below those of all nodes that this thread adds to a graph from now on. Backward runs higher numbers first."""
+    with torch.enable_grad():
+        node: Any = torch.zeros((), requires_grad=True).view(()).grad_fn
+    return int(node._sequence_nr())
+
+
+def number_node_(result: Tensor, number: int) -> None:
+    """Give the node of a custom ``autograd.Function`` another number."""
+    node: Any = result.grad_fn
+    node._set_sequence_nr(number)
+
+
 def saved_by_node(node: Any, name: str, default: Any = None) -> Any:
     """Return a value that an autograd node saved in forward (``_saved_<name>``). Torch barely documents these."""
     return getattr(node, f"_saved_{name}", default)

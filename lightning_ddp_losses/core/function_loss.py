@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 from torch import nn
+
+from lightning_ddp_losses.errors import InputError
+
+UNFINISHED = (AsyncGeneratorType, CoroutineType, GeneratorType)
+"""What a function with ``async`` or ``yield`` returns. It has not run."""
 
 
 class FunctionLoss(nn.Module):
@@ -41,6 +47,18 @@ def name_of_loss(loss: object) -> str:
     if isinstance(loss, FunctionLoss):
         return name_of_function(loss.function)
     return type(loss).__name__
+
+
+def unfinished_error(loss: str, value: Any) -> InputError:
+    """Return the error for a loss that returns something that has not run."""
+    if isinstance(value, CoroutineType):
+        value.close()  # it would warn that it was never awaited
+    return InputError(
+        f"{loss}: result",
+        expected="a function that returns tensors",
+        got=f"a {type(value).__name__}: it has async or yield, and has not run",
+        fix="Write it as a plain function.",
+    )
 
 
 def as_module(loss: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.configuration import Configuration
-from lightning_ddp_losses.core.function_loss import as_module, name_of_loss
+from lightning_ddp_losses.core.function_loss import UNFINISHED, as_module, name_of_loss, unfinished_error
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, Signature
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -257,6 +257,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
+            if not args and not kwargs:
+                fix = "Call it with the rows of this rank."
+                raise InputError(self._title, expected="arguments of the loss", got="none", fix=fix)
             self.value_reading.raise_late()
             # 1. what the signature of the call decides: once
             rules = self._current_rules()
@@ -274,6 +277,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 value = plan.precision.run(self, self._evaluate, (call,), {}, parameters, tensors)
             finally:
                 self._plans.configuration.follow(self.loss)
+            if isinstance(value, UNFINISHED):
+                raise unfinished_error(self._title, value)
         remember_global_value(value, self._title)
         if self.backward == "sum":
             return inputs.map_tensors(with_scaled_gradient, value)

@@ -54,7 +54,17 @@ def test_json_holds_everything(wrong: AuditReport, tmp_path: Path) -> None:
     text = wrong.to_json(tmp_path / "new" / "report.json")
     found = json.loads((tmp_path / "new" / "report.json").read_text())
     assert json.loads(text) == found
-    assert set(found) == {"equal", "rows", "updates", "losses", "diagnoses", "notes", "settings", "accumulation"}
+    assert set(found) == {
+        "equal",
+        "rows",
+        "updates",
+        "losses",
+        "diagnoses",
+        "notes",
+        "settings",
+        "accumulation",
+        "loss_verdicts",
+    }
     assert len(found["rows"]) == 5 * 3
     (row,) = [row for row in found["rows"] if row["step"] == 1 and row["parameter"] == "loss.loss.W"]
     assert row["ratio"] == pytest.approx(2.0, rel=1e-4)

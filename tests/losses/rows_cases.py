@@ -252,6 +252,14 @@ def info_nce(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
 
 
+def of_columns(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    columns = (a @ w @ b.t()).t()
+    target = torch.arange(len(b))
+    ignored = target.masked_fill(target % 2 == 0, -100)
+    every = F.cross_entropy(columns, target, reduction="none").square().sum()
+    return every + F.cross_entropy(columns, ignored) + F.cross_entropy(columns, target, reduction="sum")
+
+
 def nt_xent(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     z = F.normalize(torch.cat([a, b]), dim=1)
     similar = z @ z.T / 0.5
@@ -496,6 +504,7 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "hard negatives": (hard_negatives, views),
     "info nce": (info_nce, views),
     "nt xent": (nt_xent, views),
+    "cross entropy of columns": (of_columns, views),
     "uniformity": (uniformity, views),
     "decorrelation": (decorrelation, views),
     "koleo": (koleo, views),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify
+from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.lightning_ranks import QUIET, make_trainer
@@ -159,6 +159,30 @@ def rows_as_result() -> float:
     return float(GlobalBatchLoss(functools.partial(F.mse_loss, reduction="none"))(torch.ones(2), torch.ones(2)))
 
 
+async def later(rows: Tensor) -> Tensor:
+    return rows.mean()
+
+
+def no_arguments() -> float:
+    return float(GlobalBatchLoss(dice)())
+
+
+def no_arguments_of_a_module() -> float:
+    return float(GlobalBatchLoss(nn.MSELoss())())
+
+
+def unfinished() -> float:
+    return float(GlobalBatchLoss(later, mode="replicated")(torch.ones(2, 3)))
+
+
+def unfinished_formula() -> float:
+    return float(global_rows(later, torch.ones(2, 3)))
+
+
+def parts_of_a_generator() -> float:
+    return float(GlobalBatchLoss(lambda rows: (yield rows.mean()))(torch.ones(2, 3)))
+
+
 def failing_on_one_rank() -> float:
     def odd(rows: Tensor) -> Tensor:
         if dist.get_rank():
@@ -169,6 +193,11 @@ def failing_on_one_rank() -> float:
 
 
 REFUSED: dict[Callable[[], float], str] = {
+    no_arguments: "GlobalBatchLoss(dice): expected arguments of the loss, got none",
+    no_arguments_of_a_module: "GlobalBatchLoss(MSELoss): expected arguments of the loss, got none",
+    unfinished: "GlobalBatchLoss(later): result: expected a function that returns tensors, got a coroutine",
+    unfinished_formula: "global_rows `later`: result: expected a function that returns tensors, got a coroutine",
+    parts_of_a_generator: "expected a function that returns tensors, got a generator",
     local_labels: "the same values on every rank",
     with_another_option: "configuration",
     with_another_option_of_a_part: "configuration",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.distributed.rows import call
@@ -107,6 +108,10 @@ def of_deviations(x: Tensor, y: Tensor) -> Tensor:
     return x.std(0).square().sum()
 
 
+def nested(x: Tensor) -> Tensor:
+    return checkpoint(lambda z: z.tanh().mean(), x, use_reentrant=False) * x.sum()
+
+
 def without_gradient(rank: int) -> None:
     with torch.set_grad_enabled(rank == 0):
         run(lambda x, y: x.mean(0).square().sum(), backward=False)
@@ -167,10 +172,27 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a custom function": (every(lambda x, y: Squares.apply(x).sum()), "custom autograd.Function"),
     "a custom identity": (every(lambda x, y: Same.apply(x).mean()), "custom autograd.Function"),
     "a checkpoint of the old kind": (
-        every(lambda x, y: torch.utils.checkpoint.checkpoint(lambda z: z.mean(), x, use_reentrant=True)),
+        every(lambda x, y: checkpoint(lambda z: z.mean(), x, use_reentrant=True)),
         "custom autograd.Function",
     ),
     "a transform": (every(lambda x, y: torch.func.grad(lambda z: z.sin().sum())(x).sum()), "inside a transform"),
+    "a gradient of a transform": (
+        every(lambda x, y: torch.func.grad(lambda w: (x @ w).mean())(torch.ones(4).double()).sum()),
+        "matmul on rows of all ranks: expected an operator that is called by the formula itself, got one inside a transform",
+    ),
+    "a map over weights": (
+        every(lambda x, y: torch.vmap(lambda w: (x * w).sum())(torch.ones(4).double()).sum()),
+        ("mul on rows of all ranks", "inside a transform (torch.func, vmap), at test_global_rows_refusals.py"),
+    ),
+    "a checkpoint in a checkpoint": (
+        every(lambda x, y: checkpoint(nested, x, use_reentrant=False)),
+        (
+            "tanh on rows of all ranks",
+            "got one inside another one, at test_global_rows_refusals.py",
+            "lambda z: z.tanh()",
+        ),
+        "ConfigurationError",
+    ),
     "a map over rows": (every(lambda x, y: torch.vmap(lambda r: r * 2)(x).sum()), "inside a transform"),
     # results
     "rows": (every(lambda x, y: F.mse_loss(x, x * 2, reduction="none")), "expected values that are equal on all ranks"),

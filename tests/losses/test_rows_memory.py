@@ -82,10 +82,10 @@ BY_HAND: dict[str, list[int]] = {
     # a mean of each number
     "flops": [D],
     # squared error and mean of the first view; its moments and covariance and the second view's mean; moments and covariance of that one
-    # backward: the gradient of each mean
-    "vicreg": [1 + D, 3 * D + D * D + D, 3 * D + D * D, D, D],
+    # backward: the gradients of both means
+    "vicreg": [1 + D, 3 * D + D * D + D, 3 * D + D * D, 2 * D],
     # mean, and moments of each rank, of one view and of the other, and their correlation; backward: the gradients of both
-    "barlow of torch": [D + 3 * D, D + 3 * D, D * D, 2 * D, 2 * D],
+    "barlow of torch": [D + 3 * D, D + 3 * D, D * D, 4 * D],
 }
 
 

@@ -2,7 +2,8 @@
 
 | file | content |
 |---|---|
-| ``call`` | `RowsCall`: the four exchanges of a call, what ranks compare in each, and copies that must not be written to |
+| ``call`` | `RowsCall`: what ranks compare in each exchange of a call, and copies that must not be written to |
+| ``exchange``, ``maps`` | several sums in one exchange; the six maps from rows to plain tensors and back, with gradients |
 | ``pending``, ``deferred`` | sums that are exchanged together when a value is needed, and the operators that wait for them |
 | ``nests`` | arguments of operators |
 | ``tensor`` | `GlobalRows`, the table of rules by operator (`RULES`), and what happens to an operator without a rule |

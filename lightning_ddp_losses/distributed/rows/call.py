@@ -1,8 +1,8 @@
 """`RowsCall`: one evaluation of a formula on the rows of all ranks, and the four exchanges that it consists of.
 
-Values of the formula are of two kinds. *Rows* are divided among the ranks, in rank order. *Plain* tensors are equal on all ranks. Four
-linear maps lead from the one kind to the other. Each is the transpose of another one, so backward, and backward of backward, are made of
-the same four:
+Values of the formula are of two kinds. *Rows* are divided among the ranks, in rank order. *Plain* tensors are equal on all ranks. Six
+linear maps lead from the one kind to the other (``maps``). Each is the transpose of another one, so backward, and backward of backward,
+are made of the same six:
 
 | map | from | to | backward |
 |---|---|---|---|
@@ -10,9 +10,11 @@ the same four:
 | ``share`` | plain | the same, as an operand of this rank's rows | ``add`` |
 | ``gather`` | rows | all rows, plain | ``cut`` |
 | ``cut`` | plain (G, ...) | this rank's rows of it | ``gather`` |
+| ``collect`` | rows | all rows, as an operand of this rank's rows | ``scatter`` |
+| ``scatter`` | this rank's part of a sum (G, ...) | this rank's rows of the sum | ``collect`` |
 
 What follows a sum is computed on every rank in full, so every rank has the whole gradient of it. Sums of the formula are pending until
-a value is needed, and share an exchange (``pending``).
+a value is needed, and share an exchange (``pending``). So do those of backward (``maps``).
 
 Each exchange opens with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
 numbers, and a fingerprint of each plain tensor on the CPU that rows have met. Few bytes on the CPU are sent in it. Fingerprints of tensors
@@ -24,27 +26,23 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import (
-    all_gather_rows,
-    host_bytes,
-    sum_over_ranks,
-    tensor_of_bytes,
-    wide_dtype,
-)
+from lightning_ddp_losses.distributed.raw_collectives import host_bytes, tensor_of_bytes
 from lightning_ddp_losses.distributed.user_line import callers, package_of, shown_line
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _FINGERPRINT_BYTES = 3 * torch.float64.itemsize
 _FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _OWN_PACKAGES = ("torch", "lightning_ddp_losses")
 _COPIED = "This operator has copied rows of all ranks, so the write would be lost. Write into a clone, or before it."
 SHARED_OR_NOT = (
@@ -58,7 +56,7 @@ class Exchanged(NamedTuple):
     """One exchange of a call.
 
     Attributes:
-        kind: ``"sum"``, ``"rows"``, ``"extreme"`` or ``"counts"``.
+        kind: ``"sum"``, ``"rows"`` or ``"counts"``.
         operator: The operator that it belongs to.
         line: The line of the loss.
         numbers: How many numbers a rank sends, at most.
@@ -90,6 +88,23 @@ class Watched(NamedTuple):
     fix: str = _COPIED
 
 
+class UnsentSums:
+    """What waits for its exchange, of one call.
+
+    Attributes:
+        values: Sums that no exchange has carried yet, and the operators that wait for them (``pending``).
+        number_of_values: How many of these there were so far.
+        in_backward: Sums of backward that no exchange has carried yet (``maps``).
+        first_node: Number of the first node of the call in the graph.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.number_of_values = 0
+        self.in_backward: list[Any] = []
+        self.first_node = compat.next_node()
+
+
 class RowsCall:
     """One evaluation of a formula on the rows of all ranks.
 
@@ -101,8 +116,7 @@ class RowsCall:
         exchanged: The exchanges so far, forward and backward.
         is_over: True after the formula has returned. Rows that it has kept cannot be used then, other than by a checkpoint in backward.
         has_grad_mode: Whether it was made with gradients.
-        waiting: Sums that no exchange has carried yet, and the operators that wait for them (``pending``).
-        number_of_values: How many of these there were so far.
+        waiting: What waits for its exchange.
     """
 
     def __init__(self, title: str, group: Group) -> None:
@@ -112,8 +126,7 @@ class RowsCall:
         self.exchanged: list[Exchanged] = []
         self.is_over = False
         self.has_grad_mode = torch.is_grad_enabled()
-        self.waiting: list[Any] = []
-        self.number_of_values = 0
+        self.waiting = UnsentSums()
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
         self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
@@ -247,27 +260,6 @@ class RowsCall:
                 collective=True,
             )
 
-    # ------------------------------------------------------------------ exchanges, with gradients
-
-    def share(self, plain: Tensor, operator: str) -> Tensor:
-        """Return a plain tensor as an operand of this rank's rows. Communication: that of ``add`` in backward, if it has a gradient."""
-        self.note_plain(plain)
-        if not plain.requires_grad or not torch.is_grad_enabled():
-            return plain
-        return Place(self, operator, line_of_loss()).share_with_grad(plain)
-
-    def gather(self, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
-        """Return the rows of all ranks. Communication: one handshake, and one gather of what does not fit into it."""
-        place = Place(self, operator, line_of_loss())
-        return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
-
-    def cut(self, plain: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
-        """Return this rank's rows of a plain tensor. Communication: that of ``gather`` in backward, if it has a gradient."""
-        self.note_plain(plain)
-        if not plain.requires_grad or not torch.is_grad_enabled():
-            return plain.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
-        return cut_with_grad(plain, counts, dim, Place(self, operator, line_of_loss()))
-
     # ------------------------------------------------------------------ exchanges, without gradients
 
     def count(self, rows: int, operator: str) -> tuple[int, ...]:
@@ -285,114 +277,17 @@ class Place(NamedTuple):
         call: The call.
         operator: The operator.
         line: The line of the loss.
-        kind: What it exchanges, if it is no sum and no rows.
         in_backward: True if it is an exchange of gradients.
     """
 
     call: RowsCall
     operator: str
     line: str
-    kind: str = ""
     in_backward: bool = False
 
     def backward(self) -> Place:
         """Return the place of the exchange in backward."""
         return self._replace(in_backward=not self.in_backward)
-
-    def add_with_grad(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks of this rank's part, exchanged now."""
-        return _Add.apply(part, self)  # type: ignore[no-any-return, no-untyped-call]
-
-    def share_with_grad(self, plain: Tensor) -> Tensor:
-        """Return a plain tensor as an operand of this rank's rows."""
-        return _Share.apply(plain, self)  # type: ignore[no-any-return, no-untyped-call]
-
-    def stack_with_grad(self, part: Tensor) -> Tensor:
-        """Return a tensor of each rank, (W, ...), exchanged now."""
-        counts = (1,) * self.call.world_size
-        return _Gather.apply(part.unsqueeze(0), counts, 0, self)  # type: ignore[no-any-return, no-untyped-call]
-
-    def add(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks, added in rank order if it is sent in the handshake."""
-        form = f"{tuple(part.shape)} {part.dtype} on {part.device.type}"
-        call = self.call
-        call.exchanged.append(Exchanged(self.kind or "sum", self.operator, self.line, part.numel()))
-        if not part.is_cpu or part.nbytes > handshake.inline_capacity(call.group) // 2:
-            self._meet("sum", form)
-            return sum_over_ranks(part, call.group)
-        payloads = self._meet("sum", form, host_bytes(part.resolve_conj()))
-        parts = tensor_of_bytes(payloads).view(part.dtype).view(call.world_size, *part.shape)
-        return parts.sum(0, dtype=wide_dtype(part.dtype)).to(part.dtype)
-
-    def gather(self, rows: Tensor, counts: tuple[int, ...], what: str = "rows of all ranks") -> Tensor:
-        """Return (G, ...) of (B, ...)."""
-        call = self.call
-        form = f"{('rows', *rows.shape[1:])} {rows.dtype} on {rows.device.type}"
-        row_numbers = rows.shape[1:].numel()
-        call.exchanged.append(Exchanged(self.kind or "rows", self.operator, self.line, sum(counts) * row_numbers))
-        longest = max(counts) * row_numbers * rows.element_size()
-        if not rows.is_cpu or longest > handshake.inline_capacity(call.group) // 2:
-            self._meet(what, form)
-            return all_gather_rows(rows.resolve_conj(), list(counts), call.group)
-        payloads = self._meet(what, form, host_bytes(rows.resolve_conj().contiguous()))
-        return tensor_of_bytes(payloads).view(rows.dtype).view(sum(counts), *rows.shape[1:])
-
-    def _meet(self, what: str, form: str, payload: bytes = b"") -> list[bytes]:
-        gradient = "gradient of " if self.in_backward else ""
-        must_match: dict[str, object] = {"of": form, "exchanges before": len(self.call.exchanged)}
-        return self.call.meet(f"{gradient}{what} ({self.operator})", self.line, must_match, payload)
-
-
-class _Add(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return place.add(part)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Share.apply(grads[0], ctx.place.backward()), None  # type: ignore[no-untyped-call]
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plain: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return plain.view_as(plain)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Add.apply(grads[0], ctx.place.backward()), None  # type: ignore[no-untyped-call]
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
-        ctx.place, ctx.counts, ctx.dim = place, counts, dim
-        gathered = place.gather(rows.movedim(dim, 0), counts)
-        # not a view: autograd would refuse to change it in place
-        return gathered.movedim(0, dim).contiguous().detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Cut.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
-        ctx.place, ctx.counts, ctx.dim = place, counts, dim
-        rank = place.call.rank
-        return plain.narrow(dim, sum(counts[:rank]), counts[rank])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
-
-
-def cut_with_grad(plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
-    """Return this rank's rows of a plain tensor."""
-    return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---------------------------------------------------------------------- lines and fingerprints
@@ -408,12 +303,24 @@ def line_of_loss(frame: FrameType | None = None) -> str:
 
 def is_in_custom_function() -> bool:
     """Return whether the formula is in the forward of a custom ``autograd.Function``."""
+    return any(frame.f_code is _FUNCTION_CODE for frame in _frames_of_formula())
+
+
+def number_of_checkpoints() -> int:
+    """Return how many checkpoints of torch the formula is in."""
+    found = 0
+    for frame in _frames_of_formula():
+        is_checkpoint = frame.f_code.co_name == "checkpoint"
+        found += is_checkpoint and frame.f_globals.get("__name__") == _CHECKPOINT_MODULE
+    return found
+
+
+def _frames_of_formula() -> Iterator[FrameType]:
+    """Yield the frames from here to the call of the formula."""
     for frame in callers(inspect.currentframe()):
-        if frame.f_code is _FUNCTION_CODE:
-            return True
         if frame.f_code.co_name == "evaluate_on_rows":
-            return False
-    return False
+            return
+        yield frame
 
 
 def line_of_error(error: BaseException) -> str:

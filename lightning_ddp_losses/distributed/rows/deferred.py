@@ -46,7 +46,8 @@ erf floor ceil round trunc sign relu isnan isinf isfinite logical_not bitwise_no
 true_divide pow maximum minimum clamp clip clamp_min clamp_max masked_fill eq ne lt le gt ge logical_and logical_or
 __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__
 __and__ __or__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__ __itruediv__ rsub
-sum mean prod amax amin trace diagonal flatten view reshape unsqueeze squeeze t transpose permute __getitem__ select narrow
+sum mean prod var std logsumexp amax amin trace diagonal diag diag_embed tril triu
+flatten view reshape unsqueeze squeeze t transpose permute __getitem__ select narrow
 stack cat matmul mm __matmul__ softmax log_softmax float double detach
 """
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.rows.call import SHARED_OR_NOT, line_of_loss
+from lightning_ddp_losses.distributed.rows.maps import cut, share
 from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
 from lightning_ddp_losses.distributed.rows.tensor import (
     NO_RULE,
@@ -83,9 +84,9 @@ def plain_operand(value: Tensor, lead: GlobalRows, dim: int, operator: str) -> A
     """Return a plain operand whose dimension ``dim`` meets the rows of ``lead``. A negative one: it lacks the dimension."""
     total = sum(lead._counts)
     if dim >= 0 and value.shape[dim] == total:
-        return lead._call.cut(value, lead._counts, dim, operator)
+        return cut(lead._call, value, lead._counts, dim, operator)
     if dim < 0 or value.shape[dim] == 1:
-        return lead._call.share(value, operator)
+        return share(lead._call, value, operator)
     return NO_RULE
 
 
@@ -248,7 +249,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = name_of(func)
 
     def shared(value: Tensor) -> Tensor:
-        return rows._call.share(value, operator)
+        return share(rows._call, value, operator)
 
     others, by_name = mapped(shared, (args[1:], kwargs))
     return rows._same(func(rows._local, *others, **by_name))
@@ -298,7 +299,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index, table = args
     if not isinstance(index, GlobalRows) or isinstance(table, GlobalRows):
         return NO_RULE
-    return index._same(func(index._local, index._call.share(table, "embedding")))
+    return index._same(func(index._local, share(index._call, table, "embedding")))
 
 
 # ---------------------------------------------------------------------- facts, and what reads memory

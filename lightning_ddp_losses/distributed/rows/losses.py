@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed.rows.local import lead_of, local_operands
-from lightning_ddp_losses.distributed.rows.pending import add
+from lightning_ddp_losses.distributed.rows.maps import cut, share
+from lightning_ddp_losses.distributed.rows.pending import add, plain_of
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, rule
 
 _BY_NUMBER = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
@@ -81,7 +83,7 @@ def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _OPERANDS:
             changed[name] = value._local
         else:
-            changed[name] = lead._call.share(value, func.__name__)
+            changed[name] = share(lead._call, value, func.__name__)
     losses = func(**(given | changed))
     return _reduced(lead._same(losses, 0), given["reduction"])
 
@@ -103,6 +105,13 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = _arguments(func, args, kwargs)
     if given is None:
         return NO_RULE
+    if isinstance(given["input"], GlobalRows) and given["input"]._dim == 1:
+        return _over_classes(given["input"], given["target"], given)
+    return _over_rows(func, given)
+
+
+def _over_rows(func: Any, given: dict[str, Any]) -> Any:
+    """Compute the loss of each row."""
     logits, target, weight = given["input"], given["target"], given.get("weight")
     are_rows = isinstance(logits, GlobalRows) and isinstance(target, (GlobalRows, Tensor))
     if not are_rows or isinstance(weight, GlobalRows) or logits._dim != 0 or logits._ndim < 2:
@@ -110,10 +119,10 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if not isinstance(target, GlobalRows):
         if target.ndim == 0 or target.shape[0] != logits._shape[0]:
             return NO_RULE
-        target = logits._same(logits._call.cut(target, logits._counts, 0, func.__name__), 0)
+        target = logits._same(cut(logits._call, target, logits._counts, 0, func.__name__), 0)
     if target._dim != 0 or target._counts != logits._counts:
         return NO_RULE
-    shared = None if weight is None else logits._call.share(weight, func.__name__)
+    shared = None if weight is None else share(logits._call, weight, func.__name__)
     changed = {"input": logits._local, "target": target._local, "weight": shared, "reduction": "none"}
     losses = logits._same(func(**(given | changed)), 0)
     if given["reduction"] != "mean":
@@ -123,6 +132,35 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     pair = torch.stack([losses._local.sum(), own_divisor.to(losses._local.dtype)])
     found = add(logits._call, pair, func.__name__)
     return found[0] / found[1]
+
+
+def _over_classes(logits: GlobalRows, target: Any, given: dict[str, Any]) -> Any:
+    """Compute the loss of plain targets (N,) whose classes are the rows, as of columns of a matrix of rows against rows: logits (N, G)."""
+    is_plain = given.get("weight") is None and not given.get("label_smoothing") and "label_smoothing" in given
+    if not is_plain or logits._ndim != 2 or not isinstance(target, Tensor) or 0 in logits._shape:
+        return NO_RULE
+    if target.ndim != 1 or target.dtype != torch.int64 or target.shape[0] != logits._shape[0]:
+        return NO_RULE
+    plain = target._gathered("cross_entropy") if isinstance(target, GlobalRows) else plain_of(target)
+    plain = share(logits._call, plain, "cross_entropy")
+    is_counted = plain != given["ignore_index"]
+    is_known = (plain >= 0) & (plain < logits._shape[1]) | ~is_counted
+    if plain.is_cpu and not bool(is_known.all()):
+        return NO_RULE  # torch names the target
+    # 1. the logit of each target, which one rank has
+    counts = logits._counts
+    start = sum(counts[: logits._call.rank])
+    own = torch.arange(start, start + logits._local.shape[1], device=plain.device)
+    chosen = logits._local.masked_fill(own != plain[:, None], 0).sum(1)
+    # 2. with the normaliser, which is a sum over ranks too
+    losses = logits.logsumexp(1) - add(logits._call, chosen, "cross_entropy")
+    if plain.is_cpu and bool(is_counted.all()):
+        return losses if given["reduction"] == "none" else getattr(losses, given["reduction"])()
+    losses = plain_of(losses).masked_fill(~is_known, math.nan).masked_fill(~is_counted, 0)
+    if given["reduction"] == "none":
+        return losses
+    total = losses.sum()
+    return total / is_counted.sum() if given["reduction"] == "mean" else total
 
 
 def _divisor(target: Tensor, losses: Tensor, weight: Tensor | None, ignored: int) -> Tensor:

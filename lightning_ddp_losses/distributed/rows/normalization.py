@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_ddp_losses.distributed.rows.maps import share
 from lightning_ddp_losses.distributed.rows.pending import plain_of
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, rule
 
@@ -68,11 +69,11 @@ def _normalized(rows: GlobalRows, statistics: Tensor, plain: dict[str, Tensor | 
     """Return this rank's rows, centred and scaled."""
     call, local = rows._call, rows._local
     shape = [1, -1] + [1] * (rows._ndim - 2)
-    mean, variance = call.share(statistics, "batch_norm")
+    mean, variance = share(call, statistics, "batch_norm")
     found: Tensor = (local - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
     weight, bias = plain["weight"], plain["bias"]
     if weight is not None:
-        found = found * call.share(weight, "batch_norm").view(shape)
+        found = found * share(call, weight, "batch_norm").view(shape)
     if bias is not None:
-        found = found + call.share(bias, "batch_norm").view(shape)
+        found = found + share(call, bias, "batch_norm").view(shape)
     return found

@@ -19,22 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat, precision
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.raw_collectives import (
-    gather_stacked,
-    host_bytes,
-    sum_over_ranks,
-    tensor_of_bytes,
-    wide_dtype,
-)
-from lightning_ddp_losses.distributed.rows.call import (
-    Exchanged,
-    Place,
-    RowsCall,
-    cut_with_grad,
-    is_in_custom_function,
-    line_of_loss,
-)
+from lightning_ddp_losses.distributed.rows.call import Place, RowsCall, is_in_custom_function, line_of_loss
 from lightning_ddp_losses.distributed.rows.deferred import (
     DEFERRED,
     FACTS,
@@ -44,10 +29,11 @@ from lightning_ddp_losses.distributed.rows.deferred import (
     Operation,
     text_of,
 )
+from lightning_ddp_losses.distributed.rows.exchange import STACK, SUM, Part, SharedExchange
+from lightning_ddp_losses.distributed.rows.maps import added_now, cut_at, shared_now, stacked_now
 from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
 from lightning_ddp_losses.errors import InputError
 
-_SUM, _STACK = "sum", "stack"
 _FIX = "Write into a clone: value.clone() has the value of the sum."
 
 
@@ -79,10 +65,10 @@ class PendingValue(Tensor):
         """Make a value without memory, and append it to those that the call waits for."""
         made: PendingValue = compat.without_memory(cls, form.shape, form.dtype, device)
         made._call, made._form, made._device, made._needs_grad = call, form, device, needs_grad
-        made._number = call.number_of_values
+        made._number = call.waiting.number_of_values
         made._part = made._place = made._operation = made._value = made._plain = None
-        call.number_of_values += 1
-        call.waiting.append(made)
+        call.waiting.number_of_values += 1
+        call.waiting.values.append(made)
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -155,18 +141,18 @@ def _value_of(tensor: Tensor) -> Tensor:
 
 def add(call: RowsCall, part: Tensor, operator: str) -> Tensor:
     """Return the sum over ranks of this rank's part. Communication: a share of one exchange, none in backward."""
-    return _wait_for(call, part, Place(call, operator, line_of_loss()), _SUM)
+    return _wait_for(call, part, Place(call, operator, line_of_loss()), SUM)
 
 
 def stack(call: RowsCall, part: Tensor, operator: str) -> Tensor:
     """Return a tensor of each rank, of equal shapes: (W, ...). Communication: a share of one exchange, none in backward."""
-    return _wait_for(call, part, Place(call, operator, line_of_loss()), _STACK)
+    return _wait_for(call, part, Place(call, operator, line_of_loss()), STACK)
 
 
 def _wait_for(call: RowsCall, part: Tensor, place: Place, kind: str) -> Tensor:
     if call.is_over or torch.is_inference_mode_enabled():
         # a checkpoint that computes once more in backward
-        return place.add_with_grad(part) if kind == _SUM else place.stack_with_grad(part)
+        return added_now(part, place) if kind == SUM else stacked_now(part, place)
     return _Later.apply(part, place, kind)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -176,7 +162,7 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, place: Place, kind: str) -> Tensor:
         ctx.place, ctx.kind = place, kind
-        form = part if kind == _SUM else part.expand(place.call.world_size, *part.shape)
+        form = part if kind == SUM else part.expand(place.call.world_size, *part.shape)
         made = PendingValue(place.call, form, part.device, needs_grad=ctx.needs_input_grad[0])
         made._part, made._place, made._kind = part.detach(), place, kind
         return made
@@ -184,9 +170,9 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         place: Place = ctx.place.backward()
-        if ctx.kind == _SUM:
-            return place.share_with_grad(grads[0]), None, None
-        own = cut_with_grad(grads[0], (1,) * place.call.world_size, 0, place)
+        if ctx.kind == SUM:
+            return shared_now(grads[0], place), None, None
+        own = cut_at(grads[0], (1,) * place.call.world_size, 0, place)
         return own.squeeze(0), None, None
 
 
@@ -366,57 +352,34 @@ class _Exchange:
     """
 
     def __init__(self, call: RowsCall) -> None:
-        self._call = call
-        waiting, call.waiting = call.waiting, []
+        waiting, call.waiting.values = call.waiting.values, []
         if call.is_over:  # the formula has failed
             waiting = []
         self._waiting: list[PendingValue] = waiting
-        self.sums = [each for each in self._waiting if each._operation is None]
-        self._riding: list[PendingValue] = []
-        self._others: list[PendingValue] = []
-        free = handshake.inline_capacity(call.group) // 2
-        for each in self.sums:
-            part = _part_of(each)
-            if part.is_cpu and part.nbytes <= free:
-                free -= part.nbytes
-                self._riding.append(each)
-            else:
-                self._others.append(each)
+        self.sums = [each for each in waiting if each._operation is None]
+        self._shared = SharedExchange(call, [_part_of(each) for each in self.sums])
 
     def operators(self) -> str:
         """Return what is exchanged."""
-        return ", ".join(f"{each._kind} ({_place_of(each).operator})" for each in self.sums)
+        return self._shared.operators()
 
     def lines(self) -> str:
         """Return the lines of the loss, each once."""
-        return "; ".join(dict.fromkeys(_place_of(each).line for each in self.sums))
+        return self._shared.lines()
 
     def must_match(self) -> dict[str, object]:
         """Return what must be equal on all ranks."""
-        forms = [f"{tuple(part.shape)} {part.dtype} on {part.device.type}" for part in map(_part_of, self.sums)]
         texts = [f"#{each._number}: {each._operation.text}" for each in self._waiting if each._operation is not None]
-        return {
-            "sums": self.operators(),
-            "of": "; ".join(forms),
-            "exchanges before": len(self._call.exchanged),
-            "operations on sums": "; ".join(texts),
-        }
+        return {**self._shared.must_match(), "operations on sums": "; ".join(texts)}
 
     def payload(self) -> bytes:
         """Return this rank's parts that are sent in the handshake."""
-        return b"".join(host_bytes(_part_of(each).resolve_conj().contiguous()) for each in self._riding)
+        return self._shared.payload()
 
     def finish(self, payloads: Sequence[bytes]) -> None:
         """Give all that wait their values."""
-        call = self._call
-        numbers = sum(_part_of(each).numel() for each in self.sums)
-        call.exchanged.append(Exchanged("sum", self.operators(), self.lines(), numbers))
-        start = 0
-        for each in self._riding:
-            stop = start + _part_of(each).nbytes
-            each._value = _value_in(each, [sent[start:stop] for sent in payloads])
-            start = stop
-        self._sum_others()
+        for each, value in zip(self.sums, self._shared.values(payloads), strict=True):
+            each._value = value
         with contextlib.ExitStack() as stack:
             if compat.are_saved_tensors_hooked():
                 # a checkpoint counts what its own region saves
@@ -426,25 +389,6 @@ class _Exchange:
                 stack.enter_context(torch.inference_mode(False))
             for each in self._waiting:
                 _resolve(each)
-
-    def _sum_others(self) -> None:
-        """Sum what is on an accelerator, or large: one sum for each dtype and device."""
-        by_form: dict[tuple[torch.dtype, torch.device], list[PendingValue]] = {}
-        for each in self._others:
-            if each._kind == _STACK:
-                each._value = gather_stacked(_part_of(each), self._call.group)
-                continue
-            part = _part_of(each)
-            by_form.setdefault((part.dtype, part.device), []).append(each)
-        for together in by_form.values():
-            parts = [_part_of(each) for each in together]
-            if len(parts) == 1:
-                together[0]._value = sum_over_ranks(parts[0], self._call.group)
-                continue
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            found = torch.split(sum_over_ranks(flat, self._call.group), [part.numel() for part in parts])
-            for each, part, value in zip(together, parts, found, strict=True):
-                each._value = value.view(part.shape)
 
 
 def _resolve(pending: PendingValue) -> None:
@@ -466,23 +410,10 @@ def _resolve(pending: PendingValue) -> None:
     pending._part = pending._operation = None
 
 
-def _value_in(pending: PendingValue, sent: Sequence[bytes]) -> Tensor:
-    """Return the value of a sum whose parts were sent in the handshake. They are added in rank order."""
-    part = _part_of(pending)
-    parts = tensor_of_bytes(sent).view(part.dtype).view(len(sent), *part.shape)
-    if pending._kind == _STACK:
-        return parts
-    return parts.sum(0, dtype=wide_dtype(part.dtype)).to(part.dtype)
-
-
-def _part_of(pending: PendingValue) -> Tensor:
+def _part_of(pending: PendingValue) -> Part:
     assert pending._part is not None
-    return pending._part
-
-
-def _place_of(pending: PendingValue) -> Place:
     assert pending._place is not None
-    return pending._place
+    return Part(pending._part, pending._place, pending._kind)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.distributed.rows.maps import cut, share
 from lightning_ddp_losses.distributed.rows.pending import add
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, name_of, rule
 
@@ -43,7 +44,8 @@ def _product(first: Tensor, second: Tensor) -> Any:
         if _are_one_batch(first, second):
             local = first._local @ second._local
             return first._same(local, local.ndim - (first._ndim - first._dim))
-        # rows against all rows
+        if first._dim == first._ndim - 2:
+            return _rows_by_operand(first, second._collected("matmul"))
         second = second._gathered("matmul")
     if isinstance(first, GlobalRows):
         return _rows_by_plain(first, second)
@@ -59,21 +61,25 @@ def _are_one_batch(first: GlobalRows, second: GlobalRows) -> bool:
 def _rows_by_plain(first: GlobalRows, second: Tensor) -> Any:
     call, counts = first._call, first._counts
     if first._dim == first._ndim - 1:
-        own = call.cut(second, counts, _contracted(second), "matmul")
+        own = cut(call, second, counts, _contracted(second), "matmul")
         return add(call, first._local @ own, "matmul")
     if first._dim == first._ndim - 2:
-        local = first._local @ call.share(second, "matmul")
-        return first._same(local, local.ndim - (2 if second.ndim > 1 else 1))
+        return _rows_by_operand(first, share(call, second, "matmul"))
     return _batch_of_rows(first, second, is_first=True)
+
+
+def _rows_by_operand(first: GlobalRows, operand: Tensor) -> GlobalRows:
+    local = first._local @ operand
+    return first._same(local, local.ndim - (2 if operand.ndim > 1 else 1))
 
 
 def _plain_by_rows(first: Tensor, second: GlobalRows) -> Any:
     call, counts = second._call, second._counts
     if second._dim == _contracted(second):
-        own = call.cut(first, counts, first.ndim - 1, "matmul")
+        own = cut(call, first, counts, first.ndim - 1, "matmul")
         return add(call, own @ second._local, "matmul")
     if second._dim == second._ndim - 1:
-        local = call.share(first, "matmul") @ second._local
+        local = share(call, first, "matmul") @ second._local
         return second._same(local, local.ndim - 1)
     return _batch_of_rows(second, first, is_first=False)
 
@@ -83,7 +89,7 @@ def _batch_of_rows(rows: GlobalRows, other: Tensor, *, is_first: bool) -> Any:
     from_right = rows._ndim - rows._dim
     if other.ndim >= from_right and other.shape[other.ndim - from_right] != 1:
         return NO_RULE
-    shared = rows._call.share(other, "matmul")
+    shared = share(rows._call, other, "matmul")
     local = rows._local @ shared if is_first else shared @ rows._local
     lost = 1 if other.ndim == 1 else 0
     return rows._same(local, local.ndim - (from_right - lost))
@@ -98,7 +104,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     if rows._dim == rows._ndim - 1:
         return NO_RULE
-    shared = [rows._call.share(each, "linear") for each in (weight, bias) if each is not None]
+    shared = [share(rows._call, each, "linear") for each in (weight, bias) if each is not None]
     return rows._same(func(rows._local, *shared))
 
 
@@ -140,9 +146,9 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = operand._gathered("einsum") if isinstance(operand, GlobalRows) else operand
         dim = term.find(letter)
         if dim < 0:
-            local.append(lead._call.share(plain, "einsum"))
+            local.append(share(lead._call, plain, "einsum"))
         elif plain.shape[dim] == sum(lead._counts):
-            local.append(lead._call.cut(plain, lead._counts, dim, "einsum"))
+            local.append(cut(lead._call, plain, lead._counts, dim, "einsum"))
         else:
             return NO_RULE
     # 2. the sum over ranks, or rows
@@ -178,16 +184,13 @@ def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) < 2:
         return NO_RULE
     first, second, *others = args
-    if first.ndim != 2 or second.ndim != 2:
+    if first.ndim != 2 or second.ndim != 2 or any(isinstance(each, GlobalRows) and each._dim for each in args[:2]):
         return NO_RULE
-    if isinstance(first, GlobalRows):
-        if first._dim != 0:
-            return NO_RULE
-        other = second._gathered("cdist") if isinstance(second, GlobalRows) else second
-        return first._same(func(first._local, first._call.share(other, "cdist"), *others, **kwargs), 0)
-    if not isinstance(second, GlobalRows) or second._dim != 0:
-        return NO_RULE
-    return second._same(func(second._call.share(first, "cdist"), second._local, *others, **kwargs), 1)
+    if not isinstance(first, GlobalRows):
+        return second._same(func(share(second._call, first, "cdist"), second._local, *others, **kwargs), 1)
+    is_rows = isinstance(second, GlobalRows)
+    other = second._collected("cdist") if is_rows else share(first._call, second, "cdist")
+    return first._same(func(first._local, other, *others, **kwargs), 0)
 
 
 @rule("product", "cosine_similarity pairwise_distance")

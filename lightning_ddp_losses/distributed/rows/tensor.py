@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs
-from lightning_ddp_losses.distributed.rows.call import RowsCall, is_in_custom_function, line_of_loss
+from lightning_ddp_losses.distributed.rows.call import (
+    RowsCall,
+    is_in_custom_function,
+    line_of_loss,
+    number_of_checkpoints,
+)
+from lightning_ddp_losses.distributed.rows.maps import collect, gather
 from lightning_ddp_losses.distributed.rows.nests import mapped, numbers_in, tensors_in
 from lightning_ddp_losses.distributed.rows.pending import PendingValue, plain_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -112,14 +118,18 @@ class GlobalRows(Tensor):
 
     def _gathered(self, operator: str) -> Tensor:
         """Return the rows of all ranks, plain."""
-        return self._call.gather(self._local, self._counts, self._dim, operator)
+        return gather(self._call, self._local, self._counts, self._dim, operator)
+
+    def _collected(self, operator: str) -> Tensor:
+        """Return the rows of all ranks, as an operand of this rank's rows."""
+        return collect(self._call, self._local, self._counts, self._dim, operator)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply the rule of an operator, or hand in the rows of all ranks."""
-        kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
+        kwargs = _renamed(kwargs) if kwargs else {}
         known = RULES.get(func)
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
@@ -144,15 +154,18 @@ class GlobalRows(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse what has not followed a rule."""
-        raise InputError(
-            f"operator {func} on rows of all ranks",
-            expected="an operator that is called by the formula itself",
-            got=f"one inside a transform (torch.func, vmap), a compiled function or a kernel, at {line_of_loss(inspect.currentframe())}",
-            fix=_FIX,
-        )
+        raise _transform_error(f"operator {func}", "a transform (torch.func, vmap), a compiled function or a kernel")
 
 
 # ---------------------------------------------------------------------- arguments
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by torch's names. torch's own functions hand on ``out=None``, which is left out."""
+    found = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if found.get("out", found) is None:
+        del found["out"]
+    return found
 
 
 def first_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalRows | None:
@@ -229,6 +242,16 @@ def write_error(operator: str) -> InputError:
     )
 
 
+def _transform_error(operator: str, where: str) -> InputError:
+    """Return the error for an operator that is not called by the formula itself."""
+    return InputError(
+        f"{operator} on rows of all ranks",
+        expected="an operator that is called by the formula itself",
+        got=f"one inside {where}, at {line_of_loss(inspect.currentframe())}",
+        fix=_FIX,
+    )
+
+
 def memory_error(what: str, line: str) -> InputError:
     """Return the error for what reads or replaces memory that rows do not have."""
     return InputError(
@@ -243,6 +266,8 @@ def _refuse_place(func: Any, types: Any) -> None:
     """Refuse an operator where its gradient, or its exchange, would be lost."""
     if inputs.is_capturing():
         raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
+    if compat.is_in_transform():
+        raise _transform_error(name_of(func), "a transform (torch.func, vmap)")
     others = [
         each for each in types if each is not GlobalRows and not issubclass(each, nn.Parameter) and each is not Tensor
     ]
@@ -254,6 +279,13 @@ def _refuse_place(func: Any, types: Any) -> None:
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)
+    elif compat.are_saved_tensors_hooked() and number_of_checkpoints() > 1:
+        raise ConfigurationError(
+            f"{name_of(func)} on rows of all ranks",
+            expected="one checkpoint around it",
+            got=f"one inside another one, at {line_of_loss(inspect.currentframe())}",
+            fix="Leave out the inner or the outer one: backward of the inner one cannot compute its rows once more.",
+        )
 
 
 @functools.lru_cache(maxsize=1024)

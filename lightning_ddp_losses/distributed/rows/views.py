@@ -20,6 +20,7 @@ from lightning_ddp_losses.distributed.rows.local import (
     operand_of,
     watch_memory,
 )
+from lightning_ddp_losses.distributed.rows.maps import share
 from lightning_ddp_losses.distributed.rows.nests import mapped
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, RULES, GlobalRows, Rule, name_of, rule, write_error
 
@@ -251,7 +252,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def rows_of_table(table: Tensor, index: GlobalRows) -> Tensor:
     """Return the entries of a plain tensor at this rank's numbers."""
-    shared = index._call.share(table, "__getitem__")
+    shared = share(index._call, table, "__getitem__")
     return shared[index._local]
 
 
@@ -340,10 +341,10 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         dims = dims_of(rows, dim)
         if dims is None or dims[0] == rows._dim:
             return NO_RULE
-        return rows._same(func(rows._local, dim, rows._call.share(index, "index_select")))
+        return rows._same(func(rows._local, dim, share(rows._call, index, "index_select")))
     if isinstance(index, GlobalRows) and not isinstance(rows, GlobalRows):
         dim = dim % rows.ndim
-        return index._same(func(index._call.share(rows, "index_select"), dim, index._local), dim)
+        return index._same(func(share(index._call, rows, "index_select"), dim, index._local), dim)
     return NO_RULE
 
 
@@ -382,5 +383,5 @@ def _set_masked(rows: GlobalRows, index: GlobalRows, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.ndim > rows._ndim - index._ndim:  # a value for each place, in an order over all ranks
             raise write_error("__setitem__")
-        value = rows._call.share(value, "__setitem__")
+        value = share(rows._call, value, "__setitem__")
     rows._local[index._local] = value

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core.function_loss import UNFINISHED, unfinished_error
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import (
@@ -100,6 +101,8 @@ def global_rows(
         with precision.without_autocast(devices):
             opened = open_rows(title, args, kwargs, batch_dims or {}, must_match, _seeds, group)
             value = formula(*args, **kwargs) if opened is None else run_on_rows(formula, opened)
+        if isinstance(value, UNFINISHED):
+            raise unfinished_error(title, value)
     remember_global_value(value, title)
     return watch.watch(value, group=group)
 

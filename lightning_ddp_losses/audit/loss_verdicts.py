@@ -1,0 +1,140 @@
+"""Certificates of the losses that a step calls: is DDP's mean over ranks right for them, and if not, which line?
+
+A loss is a module of the audited one that returns one number with a gradient. Its first call in the one process is kept, a few rows of it,
+and given to ``certify`` after the run. A loss inside another one belongs to that. A loss that sees the rows of all ranks is exact already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.inputs import map_tensors, tensors_in
+from lightning_ddp_losses.losses import certify
+from lightning_ddp_losses.losses.certificates.certificate import Certificate
+
+_ROWS = 64
+"""Most rows of an example. A certificate holds for any number of them."""
+_CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True)
+class LossVerdict:
+    """What ``certify`` says about one loss of the audited module.
+
+    Attributes:
+        name: Path of the loss in the module.
+        kind: Its class.
+        verdict: Verdict of its ``Certificate``.
+        line: The line that decides, with file and number. Empty if it is right, or if no line of Python does.
+        why: What is wrong with it, or why it cannot be told. Empty if it is right.
+    """
+
+    name: str
+    kind: str
+    verdict: str
+    line: str
+    why: str
+
+    def __str__(self) -> str:
+        head = f"{self.name} ({self.kind}): {self.verdict}"
+        parts = [part for part in (self.line, self.why) if part]
+        return f"{head}. {': '.join(parts)}" if parts else f"{head}."
+
+
+class FirstCalls:
+    """Keeps the first call of each loss of a module.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        for name, child in module.named_modules():
+            if name:
+                child.register_forward_hook(functools.partial(self._see, name), with_kwargs=True)
+
+    def _see(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        is_number = isinstance(output, Tensor) and output.numel() == 1 and output.ndim < 2 and output.requires_grad
+        if is_number and name not in self._calls and any(tensor.ndim for tensor in tensors_in((args, kwargs))):
+            self._calls[name] = module, *_few_rows(args, kwargs)
+
+    def verdicts(self) -> list[LossVerdict]:
+        """Return what ``certify`` says about each loss, in the order of the module. The hooks of the audit are gone afterwards."""
+        found = []
+        for name in _outermost(self._calls):
+            module, args, kwargs = self._calls[name]
+            if not any(getattr(part, "sees_global_batch", False) for part in module.modules()):
+                remove_hooks_(module)
+                found.append(_verdict_of(name, module, args, kwargs))
+        return found
+
+
+class _ByName(nn.Module):
+    """A loss some of whose arguments are given by name, as ``certify`` calls it: all by position."""
+
+    def __init__(self, loss: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.loss, self.names = loss, names
+
+    def forward(self, *args: Any) -> Any:
+        by_position = len(args) - len(self.names)
+        return self.loss(*args[:by_position], **dict(zip(self.names, args[by_position:], strict=True)))
+
+
+def _few_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of arguments, of batches of equally many rows the first ones."""
+    rows = {tensor.shape[0] for tensor in tensors_in((args, kwargs)) if tensor.ndim}
+    may_cut = len(rows) == 1
+
+    def taken(tensor: Tensor) -> Tensor:
+        part = tensor.detach()[:_ROWS] if may_cut and tensor.ndim else tensor.detach()
+        return part.clone().requires_grad_(tensor.requires_grad)
+
+    with torch.no_grad():
+        return map_tensors(taken, args), map_tensors(taken, kwargs)
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Return the paths that are inside no other one, sorted."""
+    found: list[str] = []
+    for name in sorted(names):
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
+
+
+def remove_hooks_(module: nn.Module) -> None:
+    """Remove the hooks of the audit: a copy of the module would copy what they hold."""
+    for part in module.modules():
+        for hooks in compat.hooks_of_calls(part):
+            for number, hook in list(hooks.items()):
+                function = getattr(hook, "func", hook)
+                if getattr(function, "__module__", "").startswith(__package__):
+                    del hooks[number]
+
+
+def _verdict_of(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossVerdict:
+    kind = type(module).__name__
+    loss = _ByName(module, tuple(kwargs)) if kwargs else module
+    try:
+        certificate = certify(loss, *args, *kwargs.values())
+    except Exception as error:  # the user's loss may raise anything when it is called once more
+        return LossVerdict(name, kind, _CANNOT_TELL, "", f"{type(error).__name__}: {error}".splitlines()[0])
+    return LossVerdict(name, kind, certificate.verdict, *_first_reason(certificate))
+
+
+def _first_reason(certificate: Certificate) -> tuple[str, str]:
+    """Return the line that decides, and what is wrong with it."""
+    if not certificate.reasons:
+        return "", ""
+    first = certificate.reasons[0]
+    place, _, rest = str(first).partition("\n")
+    return place if first.file else "", rest.strip()

@@ -1,0 +1,141 @@
+"""One exchange of several sums over ranks: few bytes on the CPU are sent in its handshake, what is larger is summed by dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.raw_collectives import (
+    gather_stacked,
+    host_bytes,
+    sum_over_ranks,
+    tensor_of_bytes,
+    wide_dtype,
+)
+from lightning_ddp_losses.distributed.rows.call import Exchanged, Place, RowsCall
+
+SUM, STACK = "sum", "stack"
+"""What is made of the parts of all ranks: their sum, or (W, ...)."""
+
+
+class Part(NamedTuple):
+    """What this rank gives to an exchange.
+
+    Attributes:
+        tensor: This rank's part.
+        place: What it belongs to.
+        kind: ``SUM`` or ``STACK``.
+    """
+
+    tensor: Tensor
+    place: Place
+    kind: str = SUM
+
+
+class SharedExchange:
+    """One exchange of parts, in an order that all ranks have.
+
+    Args:
+        call: The call that they belong to.
+        parts: The parts. At least one.
+
+    Attributes:
+        parts: The parts.
+    """
+
+    def __init__(self, call: RowsCall, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self._call = call
+        self._riding: list[int] = []
+        self._others: list[int] = []
+        free = handshake.inline_capacity(call.group) // 2
+        for number, part in enumerate(parts):
+            if part.tensor.is_cpu and part.tensor.nbytes <= free:
+                free -= part.tensor.nbytes
+                self._riding.append(number)
+            else:
+                self._others.append(number)
+
+    def operators(self) -> str:
+        """Return what is exchanged."""
+        return ", ".join(f"{part.kind} ({part.place.operator})" for part in self.parts)
+
+    def lines(self) -> str:
+        """Return the lines of the loss, each once."""
+        return "; ".join(dict.fromkeys(part.place.line for part in self.parts))
+
+    def must_match(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+        tensors = [part.tensor for part in self.parts]
+        forms = [f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}" for tensor in tensors]
+        return {"sums": self.operators(), "of": "; ".join(forms), "exchanges before": len(self._call.exchanged)}
+
+    def payload(self) -> bytes:
+        """Return the parts that are sent in the handshake."""
+        tensors = [self.parts[number].tensor for number in self._riding]
+        return b"".join(host_bytes(tensor.resolve_conj().contiguous()) for tensor in tensors)
+
+    def values(self, payloads: Sequence[bytes]) -> list[Tensor]:
+        """Return the value of each part, after the handshake.
+
+        Args:
+            payloads: The payloads of all ranks.
+
+        Communication: one sum for each dtype and device of the parts that were not sent in the handshake.
+        """
+        numbers = sum(part.tensor.numel() for part in self.parts)
+        self._call.exchanged.append(Exchanged("sum", self.operators(), self.lines(), numbers))
+        found: dict[int, Tensor] = {}
+        start = 0
+        for number in self._riding:
+            part = self.parts[number]
+            stop = start + part.tensor.nbytes
+            found[number] = _value_in(part, [sent[start:stop] for sent in payloads])
+            start = stop
+        self._sum_others(found)
+        return [found[number] for number in range(len(self.parts))]
+
+    def run(self) -> list[Tensor]:
+        """Return the value of each part, from an exchange of their own.
+
+        Raises:
+            RankMismatchError: on every rank, when the parts differ.
+
+        Communication: one handshake, and one sum for each dtype and device of what does not fit into it.
+        """
+        gradient = "gradient of " if self.parts[0].place.in_backward else ""
+        what = gradient + self.operators()
+        return self.values(self._call.meet(what, self.lines(), self.must_match(), self.payload()))
+
+    def _sum_others(self, found: dict[int, Tensor]) -> None:
+        """Sum what is on an accelerator, or large."""
+        group = self._call.group
+        by_form: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number in self._others:
+            part = self.parts[number]
+            if part.kind == STACK:
+                found[number] = gather_stacked(part.tensor, group)
+            else:
+                by_form.setdefault((part.tensor.dtype, part.tensor.device), []).append(number)
+        for together in by_form.values():
+            tensors = [self.parts[number].tensor for number in together]
+            if len(tensors) == 1:
+                found[together[0]] = sum_over_ranks(tensors[0], group)
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            values = torch.split(sum_over_ranks(flat, group), [tensor.numel() for tensor in tensors])
+            for number, tensor, value in zip(together, tensors, values, strict=True):
+                found[number] = value.view(tensor.shape)
+
+
+def _value_in(part: Part, sent: Sequence[bytes]) -> Tensor:
+    """Return the value of a part that was sent in the handshake. Parts are added in rank order."""
+    dtype, shape = part.tensor.dtype, part.tensor.shape
+    parts = tensor_of_bytes(sent).view(dtype).view(len(sent), *shape)
+    if part.kind == STACK:
+        return parts
+    return parts.sum(0, dtype=wide_dtype(dtype)).to(dtype)
