@@ -98,7 +98,7 @@ def test_what_is_alive_does_not_grow_with_the_tiles(name: str, monkeypatch: pyte
     for count in (512, 1024):
         with LiveStorages() as storages:
             step(count).backward()
-        assert len(storages.at_products) > 10
+        assert len(storages.at_products) >= 10
         alive.append((len(storages.at_products), max(storages.at_products)))
     (few_products, few_alive), (many_products, many_alive) = alive
     assert many_products > 1.5 * few_products

@@ -3,7 +3,8 @@
 A tile is a few of this rank's rows against all columns. Forward computes a few numbers of each row and keeps ``k`` statistics of it. One
 handshake gives every rank all ranks' sums and statistics. Backward computes each tile again and turns it into its gradient. Alive at a time
 are the embeddings, two or three tiles, and the statistics. Matrix products: three if the matrix is symmetric, else four. One less if a
-single tile is all there is, and if a tile's gradient follows from the tile alone.
+single tile is all there is, and if a tile's gradient follows from the tile alone. On the CPU two if the matrix is symmetric: tiles cover
+half of this rank's block of it (``half_tiles``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
 of a row.
@@ -11,6 +12,7 @@ of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,6 +40,7 @@ from lightning_ddp_losses.losses.pml_registry import (
 from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 from lightning_ddp_losses.losses.tile_results import TileResults
+from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, HalfNumbers, OwnFirstPairs, Place
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tiles import (
     NamedPairs,
@@ -53,6 +56,8 @@ from lightning_ddp_losses.losses.tiled.tiles import (
 
 # few rows have few classes, hence few columns with positives. Too few read the columns too often, and small tiles are all overhead
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
+HALF_TILE_BYTES = 1 << 20
+"""Bytes of a tile of half of the matrix: 256 rows and 1,024 columns of float32, which stay in the cache of a core."""
 MASKED_BYTES = 64 << 20
 """Largest matrix of pairs whose masks an accelerator makes of all columns, in place of a band that the host has to know.
 
@@ -296,10 +301,25 @@ class TiledCall:
         matrix_bytes: int = len(rows) * self.call.total_references * rows.element_size()
         return matrix_bytes <= MASKED_BYTES
 
+    def _takes_halves(self) -> bool:
+        """Return whether tiles cover half of the pairs of this rank's rows: on the CPU, of more than one tile.
+
+        On an accelerator a tile costs launches, and a symmetric one more of them.
+        """
+        rows, width = self.call.given["embeddings"], self.call.total_references
+        if not (self.symmetric and rows.is_cpu and len(rows)):
+            return False
+        if self.tile_bytes is None and len(rows) <= 2 * HALF_TILE_ROWS:  # most of it would be squares on the diagonal
+            return False
+        row_bytes = tile_distance(self.loss.distance, width, self.products).row_bytes(width, rows)
+        return len(rows) > rows_of_a_tile(row_bytes, width, rows.device, self.tile_bytes)
+
     def _known_pairs(self, like: Tensor) -> Pairs:
         """Return the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
         call = self.call
         labels, reference_labels, first = self._labels()
+        if self._takes_halves():
+            return OwnFirstPairs(labels, reference_labels, call.bound[0])
         if "indices_tuple" not in call.arguments:
             kind = torch.promote_types(labels.dtype, reference_labels.dtype)
             return SortedPairs(labels.to(kind), reference_labels.to(kind), first, call.arguments["labels"].to(kind))
@@ -338,7 +358,7 @@ class _Tiles:
         references: (G, D), with their graph. None: they need no gradient.
         rows: This rank's, in the order of the tiles, as the distance keeps them.
         columns: All, also.
-        parts: Rows of each tile.
+        places: Where each tile lies.
     """
 
     def __init__(self, tiled: TiledCall, pairs: Pairs, scale: float) -> None:
@@ -364,38 +384,68 @@ class _Tiles:
         # sorted, in the distance's form
         self.rows = distance.kept_rows(rows.multiplied(pairs.row_order))
         self.columns = distance.kept_columns(columns.multiplied(pairs.column_order))
-        # as few tiles as fit, of one size
-        self._like, self.parts = embeddings.detach(), list[slice]()
+        self._like = embeddings.detach()
+        self.places = self._place_tiles(tiled.tile_bytes)
         self._buffer = self._like.new_empty(0)
-        count, width = len(embeddings), len(references)
-        if count and width:
-            most = rows_of_a_tile(distance.row_bytes(width, self._like), width, embeddings.device, tiled.tile_bytes)
-            size = -(-count // -(-count // most))
-            self.parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
-    def __iter__(self) -> Iterator[slice]:
-        yield from self.parts
+    def _place_tiles(self, tile_bytes: int | None) -> list[Place]:
+        """Return where the tiles lie: of all columns as few as fit, of one size, of half of the matrix nearly square ones."""
+        count, width, device = len(self._like), len(self.columns.rows), self._like.device
+        if not (count and width):
+            return []
+        if isinstance(self.pairs, OwnFirstPairs):
+            entry_bytes = self._distance.row_bytes(1, self._like)
+            most = max(1, (tile_bytes or HALF_TILE_BYTES) // entry_bytes)
+            height = max(1, min(HALF_TILE_ROWS, int(most**0.5)))
+            return list(self.pairs.places(height, most // height))
+        most = rows_of_a_tile(self._distance.row_bytes(width, self._like), width, device, tile_bytes)
+        size = -(-count // -(-count // most))
+        return [Place(slice(start, min(start + size, count)), slice(0, width)) for start in range(0, count, size)]
+
+    def __iter__(self) -> Iterator[Place]:
+        yield from self.places
         self._buffer = self._like.new_empty(0)  # no tile is alive between forward and backward
 
-    def tile(self, part: slice, *, keep: bool) -> Tile:
+    def tile(self, place: Place, *, keep: bool) -> Tile:
         """Compute a tile. Its matrix must stay as it is if it is kept, or if the distance needs it for its gradient."""
-        rows, columns = part.stop - part.start, len(self.columns.rows)
-        if self._buffer.numel() < rows * columns:
-            self._buffer = self._like.new_empty(rows * columns)  # memory that all tiles of a pass share
-        matrix = self._buffer[: rows * columns].view(rows, columns)
-        matrix = self._distance.matrix(self.rows.part(part), self.columns, self._scale, matrix)
-        overwrites = not (keep or self._distance.needs_matrix_in_vjp)
-        return Tile(matrix, part, self.pairs.masks(part, overwrites=overwrites))
+        matrix, overwrites = self.matrix(place), not (keep or self._distance.needs_matrix_in_vjp)
+        if isinstance(self.pairs, OwnFirstPairs):
+            masks = self.pairs.masks_at(place.rows, place.columns, overwrites=overwrites)
+            return Tile(matrix, place.rows, masks, place.columns)
+        return Tile(matrix, place.rows, self.pairs.masks(place.rows, overwrites=overwrites))
 
-    def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums) -> None:
-        """Add the gradients of rows and columns, from that of a tile's matrix, or of its band of columns."""
-        matrix, columns, (row_sums, column_sums) = tile.matrix, self.columns, sums
+    def matrix(self, place: Place) -> Tensor:
+        """Compute the scaled distances of some rows and columns, in memory that all tiles of a pass share."""
+        rows, columns = self.rows.part(place.rows), self.columns.part(place.columns)
+        shape = len(rows.rows), len(columns.rows)
+        if self._buffer.numel() < math.prod(shape):
+            self._buffer = self._like.new_empty(shape).view(-1)
+        out = self._buffer[: math.prod(shape)].view(shape)
+        return self._distance.matrix(rows, columns, self._scale, out)
+
+    def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums, mirrored: slice | None = None) -> None:
+        """Add the gradients of rows and columns, from that of a tile's matrix, or of its band of columns.
+
+        Args:
+            tile: The tile.
+            grad: Its gradient.
+            sums: Those of all rows and columns.
+            mirrored: Columns that are rows too, as in ``Place``.
+        """
+        matrix, place, (row_sums, column_sums) = tile.matrix, tile.columns, sums
         if grad.shape != matrix.shape:
             band: Any = tile.keys.band  # type: ignore[union-attr]
-            matrix, columns = matrix[:, band], columns.part(band)
-            column_sums = None if column_sums is None else column_sums[band]
+            matrix, first = matrix[:, band], 0 if place is None else place.start
+            place = slice(first + band.start, first + band.stop)
         row_side = Side(self.rows.part(tile.rows), row_sums[tile.rows])
-        self._distance.vjp_(row_side, Side(columns, column_sums), self._scale, matrix, grad)
+        column_side = Side(self.columns, column_sums)
+        if place is not None:
+            column_side = Side(self.columns.part(place), None if column_sums is None else column_sums[place])
+        if mirrored is not None and place is not None:
+            first = max(mirrored.start, place.start)
+            row_side = row_side._replace(as_columns=self.columns.part(tile.rows))
+            column_side = column_side._replace(sums=row_sums[first : place.stop], first=first - place.start)
+        self._distance.vjp_(row_side, column_side, self._scale, matrix, grad)
 
     def zeros(self, *, columns: bool = True) -> GradSums:
         """Return empty sums for ``add_vjp_``, of rows and, if they are wanted, of columns."""
@@ -457,26 +507,51 @@ class TiledForward:
         if with_grads:
             self._grad_sums = [tiles.zeros() for _ in pair_loss.sub_losses]
         # so small a batch is not computed twice
-        keeps = backward_comes and not with_grads and len(tiles.parts) == 1
-        results: list[TileResults] = []
-        for part in tiles:
-            tile = tiles.tile(part, keep=keeps)
-            numbers, grads = pair_loss.rows(tile, with_grads=with_grads)
-            results = results or [TileResults(len(tiles.rows.rows), each) for each in numbers]
-            for stored, each in zip(results, numbers, strict=True):
-                stored.store_(each, part.start)
-            for sums, grad in zip(self._grad_sums, grads, strict=True):
-                # on an accelerator a product more is cheaper than to wait
-                if grad.device.type != "cpu" or (grad.numel() and any(map(bool, grad.aminmax()))):
-                    tiles.add_vjp_(tile, grad, sums)
-            if keeps:
-                self._kept_tile = tile
-        numbers = tuple(stored.joined() for stored in results) or pair_loss.nothing(len(tiles.rows.rows))
+        keeps = backward_comes and not with_grads and len(tiles.places) == 1
+        if isinstance(tiles.pairs, OwnFirstPairs):
+            numbers = self._numbers_of_halves(tiles.pairs, with_grads=with_grads)
+        else:
+            numbers = self._numbers_of_rows(keeps=keeps, with_grads=with_grads)
         labels = call.local_labels
         if labels is not None:
             labels = _sorted(labels, tiles.pairs.row_order)
         totals, stats = pair_loss.finalize(numbers, labels)
         return totals, _unsorted(stats, tiles.pairs.row_order)
+
+    def _numbers_of_rows(self, *, keeps: bool, with_grads: bool) -> tuple[Tensor, ...]:
+        """Return the numbers of all rows, each of which is in one tile. ``keeps``: the tile is kept for backward."""
+        tiles, pair_loss = self._tiles, self._pair_loss
+        results: list[TileResults] = []
+        for place in tiles:
+            tile = tiles.tile(place, keep=keeps)
+            numbers, grads = pair_loss.rows(tile, with_grads=with_grads)
+            results = results or [TileResults(len(tiles.rows.rows), each) for each in numbers]
+            for stored, each in zip(results, numbers, strict=True):
+                stored.store_(each, place.rows.start)
+            self._add_grads(tile, grads)
+            if keeps:
+                self._kept_tile = tile
+        return tuple(stored.joined() for stored in results) or pair_loss.nothing(len(tiles.rows.rows))
+
+    def _numbers_of_halves(self, pairs: OwnFirstPairs, *, with_grads: bool) -> tuple[Tensor, ...]:
+        """Return the same of tiles of half of the matrix."""
+        tiles = self._tiles
+        half = HalfNumbers(self._pair_loss, pairs, len(tiles.rows.rows))
+        for place in tiles:
+            for tile, grads in half.add(place, tiles.matrix(place), with_grads=with_grads):
+                self._add_grads(tile, grads, place.mirrored)
+        for place in tiles:
+            band = half.positives_in(place)
+            if band is not None:
+                half.add_positives(band, tiles.matrix(band))
+        return half.numbers
+
+    def _add_grads(self, tile: Tile, grads: Sequence[Tensor], mirrored: slice | None = None) -> None:
+        """Add the gradients of rows and columns by each sub-loss, if forward computes them."""
+        for sums, grad in zip(self._grad_sums, grads, strict=True):
+            # on an accelerator a product more is cheaper than to wait
+            if grad.device.type != "cpu" or (grad.numel() and any(map(bool, grad.aminmax()))):
+                self._tiles.add_vjp_(tile, grad, sums, mirrored)
 
     # the exchanged statistics
 
@@ -505,7 +580,7 @@ class TiledForward:
         tuples = call.arguments.get("indices_tuple")
         if tuples is not None:
             positive, negative = len(tuples[1]), len(tuples[-1])
-        elif isinstance(pairs, SortedPairs):
+        elif isinstance(pairs, SortedPairs | OwnFirstPairs):
             rows, columns = call.total_rows, call.total_references
             itself = rows * (call.ref_labels is call.arguments["labels"])
             positive, negative = pairs.matching - itself, rows * columns - pairs.matching
@@ -575,13 +650,13 @@ class TiledForward:
         if column_stats is not row_stats:
             row_stats = _sorted(row_stats, tiles.pairs.row_order)
         pair_loss.prepare_backward(row_stats, column_stats, factors)
-        for part in tiles:
+        for place in tiles:
             # distances, unless forward has kept its only tile
             tile, self._kept_tile = self._kept_tile, None
             if tile is None:
-                tile = tiles.tile(part, keep=False)
+                tile = tiles.tile(place, keep=False)
             # their gradient, then that of the embeddings
-            tiles.add_vjp_(tile, pair_loss.grad(tile), totals)
+            tiles.add_vjp_(tile, pair_loss.grad(tile), totals, place.mirrored)
         if pair_loss.factor is not None:
             for sums in totals:
                 if sums is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number, stack_numbers
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled import tile_functions as formulas
-from lightning_ddp_losses.losses.tiled.tiles import LabelKeys, Tile, Triplets, is_one_product
+from lightning_ddp_losses.losses.tiled.tiles import Keys, LabelKeys, Tile, Triplets, is_one_product
 
 _LOG_COLUMNS = 25.0  # logarithm of more columns than fit any memory
 _CLOSE = 0.65  # log-sum-exps are so close, in units of the largest exponent, that products of their exponentials lose nothing
@@ -101,6 +101,12 @@ def limits_of(reduction: Reduction) -> formulas.Limits | None:
 # ---------------------------------------------------------------------- a loss on tiles
 
 
+def _keys_of(tile: Tile) -> Keys:
+    """Return the masks of a tile, of a loss that compares no triplets."""
+    assert not isinstance(tile.keys, Triplets)
+    return tile.keys
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
@@ -119,7 +125,8 @@ class PairLoss:
         sub_losses: Their names.
         numbers: How many numbers a row has.
         recorded: How many more there are if reducers record theirs.
-        symmetric: Gradients of transposed entries follow from the statistics.
+        symmetric: Gradients of transposed entries follow from the statistics, and rows and columns have the same formula.
+        positives_last: Numbers of positives need those of all negatives of their rows.
         needs_both_kinds: PML returns a zero without positives or without negatives.
         has_kernels: ``kernels.launches`` has its functions.
         counts_pairs_once: A pair counts once, however often a miner names it.
@@ -137,6 +144,7 @@ class PairLoss:
     numbers: ClassVar[int] = 4
     recorded: ClassVar[int] = 0
     symmetric: ClassVar[bool] = True
+    positives_last: ClassVar[bool] = False
     needs_both_kinds: ClassVar[bool] = False
     has_kernels: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
@@ -186,6 +194,30 @@ class PairLoss:
         """
         raise NotImplementedError
 
+    # numbers of rows that are in several tiles (``half_tiles``), if the loss is symmetric
+
+    def start(self, rows: int) -> formulas.Numbers:
+        """Return numbers of rows before their first tile, (rows,) each. Without those of positives if these are the last."""
+        return self.nothing(rows)
+
+    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+        """Compute ``rows`` for some of the columns. Without the numbers of positives if these are the last."""
+        return self.rows(tile, with_grads=with_grads)
+
+    def far(
+        self, tile: Tile, *, both: bool, with_grads: bool
+    ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
+        """Compute ``part`` of a tile whose entries are all negatives. If ``both``, the same numbers of its columns are second."""
+        raise NotImplementedError
+
+    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
+        """Join the numbers of some columns with those of others, of the same rows."""
+        return tuple(map(torch.add, known, added))
+
+    def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
+        """Compute the numbers of positives of some columns, if these are the last, from all others of these rows. They are added."""
+        raise NotImplementedError
+
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         """Reduce the numbers of all rows.
 
@@ -215,7 +247,12 @@ class PairLoss:
 
     def grad_by(self, terms: Sequence[formulas.Term], tile: Tile) -> Tensor:
         """Compute a tile's gradient from terms of all rows and all columns."""
-        of_tile = [(of_rows[tile.rows].unsqueeze(1), *of_columns) for of_rows, *of_columns in terms]
+        of_tile: list[formulas.Term] = []
+        for of_rows, *of_columns in terms:
+            rows_here, columns_here = of_rows[tile.rows].unsqueeze(1), of_columns
+            if tile.columns is not None:
+                columns_here = [each[tile.columns] for each in of_columns]
+            of_tile.append((rows_here, *columns_here))
         return self.run(self.grad_of, tile.matrix, tile.keys, *self.grad_options, *of_tile)  # type: ignore[no-any-return]
 
 
@@ -235,6 +272,19 @@ class SoftmaxPairLoss(PairLoss):
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return self.run(self.rows_of, tile.matrix, tile.keys, *self.row_options), []
+
+    def start(self, rows: int) -> formulas.Numbers:
+        return self.of_negatives(self.like.new_full((rows,), torch.finfo(self.like.dtype).min))
+
+    def far(
+        self, tile: Tile, *, both: bool, with_grads: bool
+    ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
+        of_rows, of_columns = formulas.log_sum_exps(tile.matrix, both=both)
+        return self.of_negatives(of_rows), None if of_columns is None else self.of_negatives(of_columns), []
+
+    def of_negatives(self, lse: Tensor) -> formulas.Numbers:
+        """Return the numbers of rows that have negatives alone, from their log-sum-exps (n,)."""
+        raise NotImplementedError
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         self.factor = factors[0]
@@ -294,6 +344,7 @@ class NTXent(SoftmaxPairLoss):
     """
 
     recorded = 2
+    positives_last = True
     rows_of = staticmethod(formulas.ntxent_rows)
     grad_of = staticmethod(formulas.ntxent_grad)
 
@@ -302,6 +353,18 @@ class NTXent(SoftmaxPairLoss):
         self.scale = -self.sign / loss.temperature
         self.grad_options = limits_of(reductions[0]), self._tiny_that_counts()
         self.row_options = (*self.grad_options, self.records)
+
+    def of_negatives(self, lse: Tensor) -> formulas.Numbers:
+        return (lse,)
+
+    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+        return (formulas.ntxent_negatives(tile.matrix, _keys_of(tile)),), []
+
+    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
+        return tuple(map(torch.logaddexp, known, added))
+
+    def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
+        return formulas.ntxent_positives(tile.matrix, _keys_of(tile), *self.row_options, *known)
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         lse, pull, *sums = numbers
@@ -343,6 +406,19 @@ class SupCon(SoftmaxPairLoss):
         super().__init__(loss, reductions, *args, **options)
         self.scale = -self.sign / loss.temperature
 
+    def of_negatives(self, lse: Tensor) -> formulas.Numbers:
+        none = torch.zeros_like(lse)
+        return lse, torch.ones_like(lse), none, none.clone()
+
+    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
+        maximum = torch.maximum(known[0], added[0])
+        sums = []
+        for own_maximum, sum_exp, total, number in (known, added):
+            # finite, for rows that have no entry
+            shift = (own_maximum - maximum).clamp_min_(torch.finfo(maximum.dtype).min)
+            sums.append((sum_exp * shift.exp(), total + number * shift, number))
+        return maximum, *map(torch.add, *sums)
+
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, sum_exp, positive_sum, number = numbers
         above, has_none = sum_exp.log(), number == 0
@@ -380,6 +456,27 @@ class MultiSimilarity(SoftmaxPairLoss):
     @classmethod
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         return bool(loss.alpha > 0 and loss.beta > 0)
+
+    def start(self, rows: int) -> formulas.Numbers:
+        # the 1 of the formula
+        one = self.like.new_ones(rows)
+        return one * self._base, one, one * 0, one.clone()
+
+    def of_negatives(self, lse: Tensor) -> formulas.Numbers:
+        lowest = torch.full_like(lse, torch.finfo(lse.dtype).min)
+        return lse, torch.ones_like(lse), lowest, torch.ones_like(lse)
+
+    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+        base, ratio = self.row_options
+        return formulas.multi_similarity_rows(tile.matrix, _keys_of(tile), base, ratio, with_one=False), []
+
+    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
+        found: list[Tensor] = []
+        for place in (0, 2):  # the largest entry and its softmax, of negatives and of positives
+            maximum = torch.maximum(known[place], added[place])
+            sums = [(each[place] - maximum).exp_().div_(each[place + 1]) for each in (known, added)]
+            found += maximum, torch.add(*sums).reciprocal_()
+        return tuple(found)
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, softmax, highest, positive_softmax = numbers
@@ -421,6 +518,15 @@ class Contrastive(PairLoss):
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grads = self.run(formulas.contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
         return numbers, grads if with_grads else []
+
+    def far(
+        self, tile: Tile, *, both: bool, with_grads: bool
+    ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
+        (_, margin), sign, (_, limits) = self.grad_options
+        *both_numbers, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
+        of_rows, of_columns = ((*map(torch.zeros_like, each), *each) for each in both_numbers)
+        none = grad[:, :0]  # there is no positive
+        return of_rows, of_columns if both else None, [none, grad] if with_grads else []
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         half = len(numbers) // 2

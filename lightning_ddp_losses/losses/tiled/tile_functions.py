@@ -31,6 +31,7 @@ Limits = tuple[float | None, float | None]
 """Bounds between which an element passes a reducer. None in place of both: all pass."""
 
 _LINEAR_FROM = 50.0  # exp(-x) is lost next to 1 from here on, in float64 too
+_CLOSE = 0.4  # of the range of exponents: sums so far below the largest entry lose nothing next to it
 _SORT_FROM = 12  # positives of a row, from which on sorting it is cheaper
 
 
@@ -40,6 +41,23 @@ def _lowest(matrix: Tensor) -> float:
 
 
 # ---------------------------------------------------------------------- softmaxes
+
+
+def log_sum_exps(values: Tensor, *, both: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the log-sum-exp of rows (T,) and, if ``both``, of columns (C,), of values (T, C) on the CPU.
+
+    Both are of one exponential of each entry, relative to the largest of all, if no row and no column is so small that it loses digits.
+    """
+    if both and values.numel():
+        highest = values.max()
+        exponentials = (values - highest).exp_()
+        sums = exponentials.sum(1), exponentials.sum(0)
+        smallest = min(float(each.min()) for each in sums)
+        if smallest > torch.finfo(values.dtype).tiny ** _CLOSE:  # not if any is nan
+            of_rows, of_columns = (each.log_().add_(highest) for each in sums)
+            return of_rows, of_columns
+        del exponentials
+    return values.logsumexp(1), values.logsumexp(0) if both else None
 
 
 def _maximum_and_softmax(values: Tensor) -> Numbers:
@@ -140,7 +158,31 @@ def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, 
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
-    lse = negatives.amax(1) - negatives.log_softmax(1).amax(1)
+    lse = _lse_of_negatives(negatives)
+    return lse, *_ntxent_positives(matrix, entries, masks, limits, tiny, records, lse)
+
+
+def ntxent_negatives(matrix: Tensor, keys: Keys) -> Tensor:
+    """Return the log-sum-exp of the negatives, (T,)."""
+    negatives, _ = masks_of(keys).split(matrix, _lowest(matrix))
+    return _lse_of_negatives(negatives)
+
+
+def ntxent_positives(
+    matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, records: bool, lse: Tensor
+) -> Numbers:
+    """Return the other numbers of ``ntxent_rows``, from the log-sum-exp (T,) of all negatives of each row."""
+    masks = masks_of(keys)
+    return _ntxent_positives(matrix, masks.in_band(matrix), masks, limits, tiny, records, lse)
+
+
+def _lse_of_negatives(negatives: Tensor) -> Tensor:
+    return negatives.amax(1) - negatives.log_softmax(1).amax(1)
+
+
+def _ntxent_positives(
+    matrix: Tensor, entries: Tensor, masks: Masks, limits: Limits | None, tiny: float, records: bool, lse: Tensor
+) -> Numbers:
     positives = masks.positives
     # entries that are no positives lie so far above that they have no loss and no pull
     below = masks.lowest_but(positives, lse.unsqueeze(1) - entries)
@@ -151,7 +193,7 @@ def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, 
     # each positive compares itself with all negatives of its row
     if limits is not None or masks.counted:
         losses, pulls = losses.mul_(passing), pulls.mul_(passing)
-    return lse, pulls.sum(1), losses.sum(1), number, *recorded
+    return pulls.sum(1), losses.sum(1), number, *recorded
 
 
 def ntxent_grad(
@@ -208,10 +250,21 @@ def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tup
 # ---------------------------------------------------------------------- multi-similarity
 
 
-def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float) -> Numbers:
-    """Return the maximum of the negatives and its softmax, and those of the positives' exponents, ``(entry - base) * ratio``."""
+def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float, with_one: bool = True) -> Numbers:
+    """Return the maximum of the negatives and its softmax, and those of the positives' exponents, ``(entry - base) * ratio``.
+
+    Args:
+        matrix: (T, C).
+        keys: Pairs of the tile.
+        base: Base of the exponents, as the entries are scaled.
+        ratio: Factor of the positives' exponents.
+        with_one: True if the formula's 1 counts among the entries of these columns. Else there must be a column.
+    """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
+    if not with_one:
+        exponents = masks.lowest_but(masks.positives, (entries - base).mul_(ratio))
+        return *_maximum_and_softmax(negatives), *_maximum_and_softmax(exponents)
     exponents = masks.lowest_but(masks.same, (entries - base).mul_(ratio))
     # the 1 of the formula is one more entry, exp(0), at s = base: in the place of the row with itself, else next to the others
     if masks.are_one_batch:
@@ -276,6 +329,34 @@ def contrastive_rows(
         found, passing = _contrastive_kind(losses, masks, each_limits, records, are_positive=are_positive)
         numbers, counts = (*numbers, *found), [*counts, passing]
     return numbers, counts
+
+
+def contrastive_negatives(
+    matrix: Tensor, margin: float, sign: float, limits: Limits | None, records: bool
+) -> tuple[Numbers, Numbers, Tensor]:
+    """Return the numbers of rows (T,) and of columns (C,), and how often each pair passes, of entries that are all negatives.
+
+    Args:
+        matrix: (T, C).
+        margin: Margin of negatives.
+        sign: Same as for ``contrastive_rows``.
+        limits: Limits of the reducer of negatives.
+        records: Same as for ``contrastive_rows``.
+    """
+    losses = margin - matrix if sign > 0 else matrix - margin
+    losses = losses.clamp_min_(0)
+    if limits in (None, (0, None)) and not records:
+        totals = losses.sum(1), losses.sum(0)
+        passing = losses.sign_()
+        counted = passing if limits is not None else passing.new_ones(()).expand_as(passing)
+        return (totals[0], counted.sum(1)), (totals[1], counted.sum(0)), passing
+    above = weights = torch.ones_like(losses)
+    if limits is not None:
+        above = pass_limits(losses, limits[0], None).to(losses.dtype)
+        weights = pass_limits(losses, *limits).to(losses.dtype)
+    summed = [losses * weights, weights, *([torch.ones_like(losses), above] if records else [])]
+    of_rows, of_columns = (tuple(each.sum(dim) for each in summed) for dim in (1, 0))
+    return of_rows, of_columns, losses.sign_().mul_(weights)
 
 
 def _contrastive_kind(

@@ -431,17 +431,19 @@ class Triplets(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A few rows against all columns.
+    """A few rows against all columns, or some.
 
     Attributes:
         matrix: (T, C), scaled distances. The formulas of a loss may overwrite entries of rows with themselves, and with a band all.
         rows: Rows of this rank.
         keys: Its pairs.
+        columns: Its columns. None: all.
     """
 
     matrix: Tensor
     rows: slice
     keys: Keys | Triplets
+    columns: slice | None = None
 
 
 # ---------------------------------------------------------------------- distances, and their gradients
@@ -453,15 +455,21 @@ class Side(NamedTuple):
     Attributes:
         kept: n rows, from ``kept_rows`` or ``kept_columns``.
         sums: (n, D), sums that ``vjp_`` adds to, zeros at first. None: not wanted.
+        as_columns: Rows of the tile from ``kept_columns``, if the sums of its columns are those of rows too. None: they are not.
+        first: The first of the columns with sums, (n - first, D).
     """
 
     kept: products.Operand
     sums: Tensor | None
+    as_columns: products.Operand | None = None
+    first: int = 0
 
     def addmm_(self, matrix_grad: Tensor, partners: Side, alpha: float) -> None:
         """Add the product of a matrix's gradient, (n, m), with the m partners."""
         if self.sums is not None:
-            self.sums.addmm_(matrix_grad, partners.kept.rows, alpha=alpha)
+            kept = partners.as_columns or partners.kept
+            wanted = matrix_grad[self.first :] if self.first else matrix_grad
+            self.sums.addmm_(wanted, kept.rows, alpha=alpha)
 
 
 class TileDistance:
@@ -542,7 +550,7 @@ class TileDistance:
             grads = torch.autograd.grad(self._compute(*leaves), wanted, matrix_grad * scale)
         for side, grad in zip((rows, columns), grads, strict=False):
             if side.sums is not None:
-                side.sums.add_(grad)
+                side.sums.add_(grad[side.first :])
 
     def _compute(self, rows: Tensor, columns: Tensor) -> Tensor:
         matrix: Tensor = self._distance.compute_mat(rows, columns)
@@ -576,7 +584,8 @@ class TensorCoreProduct(TileDistance):
         if rows.sums is not None:
             products.add_to_left_(rows.sums, terms, columns.kept.rows, scale=scale)
         if columns.sums is not None:
-            products.add_to_right_(columns.sums, terms, rows.kept.rows, scale=scale)
+            wanted = tuple(term[:, columns.first :] for term in terms)
+            products.add_to_right_(columns.sums, wanted, rows.kept.rows, scale=scale)
 
 
 class EuclideanDistance(TileDistance):

@@ -1,0 +1,195 @@
+"""Tiles of half of a symmetric matrix: each pair of this rank's rows is compared once, for both of them.
+
+Columns are in another order than the rows of all ranks: this rank's rows first, sorted by label as the rows are, then the rows of the other
+ranks, also sorted. Entry ij of the first block is entry ji too. So tiles cover its upper half, and what stands above the squares on its
+diagonal counts for its rows and, transposed, for its columns. The columns of the other ranks count for rows alone, as in any tile.
+
+A row is then in several tiles. Its numbers are those of all of them, joined (``PairLoss.joined``), in a fixed order.
+
+Positives of sorted rows are near the diagonal. Beyond them entries are negatives alone, and one exponential each serves rows and columns
+(``PairLoss.far``).
+
+Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows and ``C`` columns of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
+from lightning_ddp_losses.losses.tiled.tiles import Masks, Pairs, Tile
+
+HALF_TILE_ROWS = 256
+"""Most rows of a tile of half of the matrix: the gradient of its columns is a product over so many, and is added up in memory."""
+
+
+class Place(NamedTuple):
+    """Where a tile lies in the matrix.
+
+    Attributes:
+        rows: Rows of this rank.
+        columns: Columns.
+        mirrored: The last of its columns, which are rows of this rank and whose entries stand for the transposed ones too. None: there are
+            no such columns.
+    """
+
+    rows: slice
+    columns: slice
+    mirrored: slice | None = None
+
+
+class OwnFirstPairs(Pairs):
+    """Pairs of all rows and columns, from labels, with this rank's rows as the first columns, for tiles of half of the matrix.
+
+    Args:
+        labels: (B,) of this rank's rows.
+        column_labels: (G,) of all ranks' rows.
+        first: Column of this rank's first row.
+
+    Attributes:
+        matching: As in ``SortedPairs``.
+    """
+
+    def __init__(self, labels: Tensor, column_labels: Tensor, first: int) -> None:
+        count = self._count = len(labels)
+        own, self.row_order = torch.sort(labels, stable=True)
+        others = torch.cat([column_labels[:first], column_labels[first + count :]])
+        others, order = torch.sort(others, stable=True)
+        order += count * (order >= first)
+        self.column_order: Tensor = torch.cat([self.row_order + first, order])
+        self._labels = torch.cat([own, others])
+        # of each row the columns of its label, first those of this rank
+        self._bands = [_bands_in(own, own, 0), _bands_in(own, others, count)]
+        self.matching = int(torch.unique(column_labels, return_counts=True)[1].square().sum())
+
+    def places(self, height: int, width: int) -> Iterator[Place]:
+        """Yield tiles of at most ``height`` rows and ``width`` columns. ``width`` is not below ``height``."""
+        count, total = self._count, len(self._labels)
+        for top in range(0, count, height):
+            rows = slice(top, min(top + height, count))
+            for left in range(top, count, width):
+                columns = slice(left, min(left + width, count))
+                mirrored = slice(max(left, rows.stop), columns.stop)
+                yield Place(rows, columns, mirrored if mirrored.start < mirrored.stop else None)
+            for left in range(count, total, width):
+                yield Place(rows, slice(left, min(left + width, total)))
+
+    def band(self, rows: slice, columns: slice) -> slice:
+        """Return those of the columns that may hold positives of the rows. They may be none."""
+        starts, stops = self._bands[columns.start >= self._count]
+        start = min(max(columns.start, starts[rows.start]), columns.stop)
+        return slice(start, min(max(start, stops[rows.stop - 1]), columns.stop))
+
+    def masks_at(self, rows: slice, columns: slice, *, overwrites: bool) -> Masks:
+        """Return the masks of some rows, and columns that begin with these rows, or have none of them."""
+        band, own = self.band(rows, columns), None
+        if rows.start == columns.start:
+            own = rows.start - band.start
+        place = slice(band.start - columns.start, band.stop - columns.start)
+        return Masks(self._labels[rows], self._labels[band], own, band=place, overwrites=overwrites)
+
+
+def _bands_in(labels: Tensor, columns: Tensor, first: int) -> tuple[list[int], list[int]]:
+    """Return where the columns of each label begin and end, behind ``first`` others. Both are sorted."""
+    starts = torch.searchsorted(columns, labels) + first
+    stops = torch.searchsorted(columns, labels, right=True) + first
+    return starts.tolist(), stops.tolist()
+
+
+class HalfNumbers:
+    """Numbers of all rows, from tiles of one half.
+
+    Args:
+        pair_loss: The loss on tiles.
+        pairs: The pairs.
+        rows: B.
+    """
+
+    def __init__(self, pair_loss: PairLoss, pairs: OwnFirstPairs, rows: int) -> None:
+        self._pair_loss, self._pairs = pair_loss, pairs
+        # memory that no tile allocates (``TileResults``)
+        self._numbers = pair_loss.start(rows)
+        self._of_positives: Numbers = ()
+        if pair_loss.positives_last:
+            self._of_positives = pair_loss.nothing(rows)[len(self._numbers) :]
+
+    @property
+    def numbers(self) -> Numbers:
+        """The numbers of all rows, (B,) each."""
+        return *self._numbers, *self._of_positives
+
+    def add(self, place: Place, matrix: Tensor, *, with_grads: bool) -> list[tuple[Tile, list[Tensor]]]:
+        """Add the numbers of a tile.
+
+        Args:
+            place: Its place.
+            matrix: (T, C). Entries of rows with themselves are overwritten.
+            with_grads: As in ``PairLoss.rows``.
+
+        Returns:
+            Parts of the tile with their gradients by each sub-loss. Nothing without ``with_grads``.
+        """
+        rows, columns, mirrored = place
+        # up to where there may be positives, and from there on. In columns of other ranks they may be anywhere
+        end, band = columns.start, self._pairs.band(rows, columns)
+        if band.start < band.stop:
+            end = columns.stop if mirrored is None else band.stop
+        found = []
+        if end > columns.start:
+            near = slice(columns.start, end)
+            tile = self._tile(rows, near, matrix[:, : end - columns.start])
+            numbers, grads = self._pair_loss.part(tile, with_grads=with_grads)
+            self._join_(rows, numbers)
+            if mirrored is not None and mirrored.start < end:
+                near = slice(mirrored.start, end)
+                transposed = matrix[:, near.start - columns.start : near.stop - columns.start].T
+                numbers, _ = self._pair_loss.part(self._tile(near, rows, transposed), with_grads=False)
+                self._join_(near, numbers)
+            found.append((tile, grads))
+        if end < columns.stop:
+            far = slice(end, columns.stop)
+            tile = self._tile(rows, far, matrix[:, end - columns.start :])
+            of_rows, of_columns, grads = self._pair_loss.far(tile, both=mirrored is not None, with_grads=with_grads)
+            self._join_(rows, of_rows)
+            if of_columns is not None:
+                self._join_(far, of_columns)
+            found.append((tile, grads))
+        return found if with_grads else []
+
+    def positives_in(self, place: Place) -> Place | None:
+        """Return the part of a tile with positives, if their numbers need those of all negatives. None: there is nothing to do."""
+        band = self._pairs.band(place.rows, place.columns)
+        if not self._of_positives or band.start == band.stop:
+            return None
+        columns, mirrored = band, place.mirrored
+        if place.columns.start == place.rows.start:  # the rows themselves too
+            columns = slice(place.rows.start, max(band.stop, place.rows.stop))
+        if mirrored is not None:
+            mirrored = slice(max(mirrored.start, columns.start), columns.stop)
+            mirrored = mirrored if mirrored.start < mirrored.stop else None
+        return Place(place.rows, columns, mirrored)
+
+    def add_positives(self, place: Place, matrix: Tensor) -> None:
+        """Add the numbers of positives, from the numbers of all negatives. Arguments as for ``add``."""
+        tiles = [self._tile(place.rows, place.columns, matrix)]
+        if place.mirrored is not None:
+            transposed = matrix[:, place.mirrored.start - place.columns.start :].T
+            tiles.append(self._tile(place.mirrored, place.rows, transposed))
+        for tile in tiles:
+            found = self._pair_loss.positives(tile, tuple(each[tile.rows] for each in self._numbers))
+            for stored, each in zip(self._of_positives, found, strict=True):
+                stored[tile.rows] += each
+
+    def _tile(self, rows: slice, columns: slice, matrix: Tensor) -> Tile:
+        keys = self._pairs.masks_at(rows, columns, overwrites=False)
+        return Tile(matrix, rows, keys, columns)
+
+    def _join_(self, rows: slice, numbers: Numbers) -> None:
+        known = tuple(each[rows] for each in self._numbers)
+        for stored, each in zip(known, self._pair_loss.joined(known, numbers), strict=True):
+            stored.copy_(each)

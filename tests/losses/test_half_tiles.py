@@ -1,0 +1,119 @@
+"""Tiles of half of the matrix of one-tower losses: each pair of rows is compared once, and all numbers are those of the whole matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import distances, reducers
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.losses.tiled.tile_functions import log_sum_exps
+from tests.oracle import assert_close, graded
+
+ROWS, DIM = 48, 5
+TILE_BYTES = ROWS * 8 * 2  # two rows against all columns: tiles of nine by ten
+RAW = partial(distances.DotProductSimilarity, normalize_embeddings=False)
+
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "SupCon": pml.SupConLoss,
+    "SupCon, sums far apart": lambda: pml.SupConLoss(temperature=0.002, distance=RAW()),
+    "SupCon, reduced above a limit": lambda: pml.SupConLoss(reducer=reducers.ThresholdReducer(low=0.1)),
+    "NTXent": pml.NTXentLoss,
+    "NTXent, sums far apart": lambda: pml.NTXentLoss(temperature=0.002, distance=RAW()),
+    "NTXent, per anchor": lambda: pml.NTXentLoss(reducer=reducers.PerAnchorReducer()),
+    "MultiSimilarity": pml.MultiSimilarityLoss,
+    "MultiSimilarity, steep": partial(pml.MultiSimilarityLoss, alpha=40, beta=3000, base=0.1),
+    "Contrastive": pml.ContrastiveLoss,
+    "Contrastive, mean": lambda: pml.ContrastiveLoss(reducer=reducers.MeanReducer()),
+    "Contrastive, between limits": lambda: pml.ContrastiveLoss(reducer=reducers.ThresholdReducer(low=0.1, high=0.7)),
+    "Contrastive, per anchor": lambda: pml.ContrastiveLoss(reducer=reducers.PerAnchorReducer()),
+    "Contrastive of cosines": lambda: pml.ContrastiveLoss(0.9, 0.1, distance=distances.CosineSimilarity()),
+    "Contrastive, city block": lambda: pml.ContrastiveLoss(distance=distances.LpDistance(p=1)),
+}
+LABELS: dict[str, Callable[[], Tensor]] = {
+    "four a class": lambda: torch.arange(ROWS) // 4,
+    "one large class": lambda: torch.where(torch.arange(ROWS) < 40, 0, torch.arange(ROWS) // 2),
+    "two classes": lambda: torch.arange(ROWS) % 2,
+    "one class": lambda: torch.zeros(ROWS, dtype=torch.long),
+    "hardly a pair": lambda: torch.arange(ROWS).clamp(min=2),
+    "of 32 bits": lambda: (torch.arange(ROWS) % 3).int(),
+}
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("labels", LABELS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_half_of_the_matrix_is_the_whole(loss: str, labels: str) -> None:
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
+    given, leaf, truth = LABELS[labels]()[order], rows().requires_grad_(), rows().requires_grad_()
+    wrapped = GlobalBatchLoss(LOSSES[loss]().double(), mode="rows", tile_bytes=TILE_BYTES)
+    assert wrapped.evaluation == "tiled, symmetric"
+    expected = graded(LOSSES[loss]().double()(truth, given), rows=truth)
+    assert_close(graded(wrapped(leaf, given), rows=leaf), expected)
+
+
+class Multiplied(TorchDispatchMode):
+    """Counts the entries of matrices that products make, with the inner dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            left, right = args[-2:]
+            self.number += left.shape[0] * left.shape[1] * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", ["SupCon", "NTXent", "MultiSimilarity"])
+def test_each_pair_is_multiplied_once(loss: str) -> None:
+    """Half a product in forward and in backward, a whole one for the gradient. Squares on the diagonal are extra."""
+    count = 40 * 9
+    leaf = torch.randn(count, 32, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    wrapped = GlobalBatchLoss(LOSSES[loss](), mode="rows", tile_bytes=count * 4)
+    with Multiplied() as multiplied:
+        wrapped(leaf, torch.arange(count) // 2).backward()
+    products = multiplied.number / (count * count * 32)
+    assert 1.9 < products < 2.3
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_same_rows_give_the_same_bits(loss: str) -> None:
+    wrapped = GlobalBatchLoss(LOSSES[loss](), mode="rows", tile_bytes=TILE_BYTES)
+    found = []
+    for _ in range(2):
+        leaf = rows().float().requires_grad_()
+        value = wrapped(leaf, torch.arange(ROWS) // 4)
+        value.backward()
+        found.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+ENTRIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "close": lambda values: values,
+    "a row far below": lambda values: values.index_fill(0, torch.tensor(2), -200.0),
+    "a column far below": lambda values: values.index_fill(1, torch.tensor(3), -200.0),
+    "nothing counts in a row": lambda values: values.index_fill(0, torch.tensor(0), torch.finfo(torch.float32).min),
+    "nan": lambda values: values.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(torch.nan)),
+    "infinite": lambda values: values.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(torch.inf)),
+}
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_one_exponential_serves_rows_and_columns(entries: str) -> None:
+    """If no sum is so far below the largest entry that it would be 0; and nan and infinity stay in their row and column."""
+    values = ENTRIES[entries](torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * 5)
+    found = log_sum_exps(values.clone(), both=True)
+    expected = values.logsumexp(1), values.logsumexp(0)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
