@@ -113,7 +113,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0)`` in one process.
 
     Args:
-        tensor: Any shape, dense, of a dtype that can be added (see the module docstring), equal on all ranks.
+        tensor: Any shape, dense, of a dtype that can be added (see ``distributed.collectives``), equal on all ranks.
         group: Process group. None is the world.
         backward: Gradient, as in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or ``"own_slice"``, W times this rank's own
             gradient, if all ranks back-propagate the same value.
@@ -152,7 +152,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0).split(rows_of_each_rank)[rank]`` in one process.
 
     Args:
-        tensor: (G, ...), dense, of a dtype that can be added (see the module docstring), same shape and dtype on all ranks.
+        tensor: (G, ...), dense, of a dtype that can be added (see ``distributed.collectives``), same shape and dtype on all ranks.
         rows: Number of rows that this rank keeps. Over all ranks they must sum to G. If None, each rank keeps G / W.
         group: Process group. None is the world.
 
