@@ -112,7 +112,7 @@ def fault_lines(faults: Iterable[str]) -> str:
 
 
 def sentence(text: str) -> str:
-    """Capitalize the first letter and end with a full stop."""
+    """Capitalise the first letter and end with a full stop."""
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 

@@ -65,7 +65,7 @@ def fault_of_unreduced(
         event: What happened to it after the wrap.
         has_backward: False if a step used a backward that bypassed DDP.
         has_forward: False if a forward bypassed DDP.
-        is_automatic: False if the module uses manual optimization.
+        is_automatic: False if the module uses manual optimisation.
     """
     if not is_registered:
         return "F02"

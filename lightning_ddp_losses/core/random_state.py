@@ -183,7 +183,7 @@ def torch_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def devices_in_use() -> list[torch.device]:
-    """Return the accelerators on which this process may have drawn numbers, without initializing a kind of device."""
+    """Return the accelerators on which this process may have drawn numbers, without initialising a kind of device."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

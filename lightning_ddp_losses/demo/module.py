@@ -36,7 +36,7 @@ _EPOCH_MEAN: dict[str, Any] = {"on_step": False, "on_epoch": True, "prog_bar": T
 
 
 class EmbeddingModule(HeldOutModule):
-    """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` is minimized.
+    """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` is minimised.
 
     Batches are ``(x, labels)`` or ``(x, labels, indices)``. The indices are positions of held-out rows in their set, so that
     the metrics do not depend on how the rows were distributed. Logged: ``train_loss`` (mean over the epoch), and on

@@ -1,4 +1,4 @@
-"""Messages between ranks: the header of a handshake, the common error for headers that disagree, and safe deserialization of values.
+"""Messages between ranks: the header of a handshake, the common error for headers that disagree, and safe deserialisation of values.
 
 Every rank reads the same headers and therefore derives the same error from them. The header of a rank that failed carries its report.
 
@@ -512,7 +512,7 @@ def _one_line(lines: list[str]) -> str:
     return f"{operation} ({', '.join(rest)})" if rest else operation
 
 
-# ---------------------------------------------------------------------- deserialization without running code
+# ---------------------------------------------------------------------- deserialisation without running code
 
 
 _READABLE = "tensors, arrays and plain values in dicts, lists, tuples, named tuples and dataclasses"

@@ -136,7 +136,7 @@ class ProcessGroups:
         return set(self._made.values())
 
     def warm_up(self, device: torch.device) -> None:
-        """Initialize the group that carries tensors of this device on all members, before some of them exchange messages.
+        """Initialise the group that carries tensors of this device on all members, before some of them exchange messages.
 
         All members must create a group together, and NCCL requires every rank of a group in the group's first call, even if that call is
         a batch of point-to-point messages. A rank without rows does not send any.
@@ -469,14 +469,14 @@ def _new_groups(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:
-    """Initialize a world of processes on this machine through a shared file, without ports or environment variables.
+    """Initialise a world of processes on this machine through a shared file, without ports or environment variables.
 
     Args:
         file: A path that all processes can write to. The file must not exist yet.
         rank: Rank of this process.
         world_size: Number of processes.
         backend: Backend of the world.
-        timeout: Time to wait for a peer, during initialization and in every collective.
+        timeout: Time to wait for a peer, during initialisation and in every collective.
     """
     store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
@@ -529,7 +529,7 @@ def abort_stuck(device: torch.device) -> bool:
 
 
 def _forget_former_world() -> None:
-    """Clear the groups of a former world, which ended when torch.distributed was initialized again."""
+    """Clear the groups of a former world, which ended when torch.distributed was initialised again."""
     global _world  # noqa: PLW0603 - the cache belongs to the process's default group
     if dist.group.WORLD is not _world:
         _forget()

@@ -52,7 +52,7 @@ def hold_roll_call(
     report: Report | None = None,
     judge: Judge = lambda reports: None,
 ) -> tuple[str, Sequence[Report]]:
-    """Synchronize all ranks through a store, which may contain keys of former worlds.
+    """Synchronise all ranks through a store, which may contain keys of former worlds.
 
     Rank 0 writes a new token. Each other rank answers the token that it finds with a random word. This token may belong to a former world,
     so the rank keeps polling until rank 0 has answered its word.
@@ -259,7 +259,7 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
 def _listener(address: str, port: int) -> int | None:
     """Return a socket that listens only at this address, unlike torch's own store, which listens on every interface.
 
-    Returns None, which selects torch's own behavior, if the address does not belong to this host (it is translated by a router or a
+    Returns None, which selects torch's own behaviour, if the address does not belong to this host (it is translated by a router or a
     cluster's service).
 
     Raises:

@@ -66,7 +66,7 @@ class SyncBatchNorm(LayerSync):
             world. The handshakes still include all ranks, so that an error in one part ends all of them. If None, all ranks normalise
             together.
         process_group: Group that normalises together and performs the handshakes: a group, or a function that creates it once
-            torch.distributed is initialized (each rank must be a member of the group that it passes). If None, the world.
+            torch.distributed is initialised (each rank must be a member of the group that it passes). If None, the world.
 
     Gradient: the gradient of the sum of all ranks' losses, as required for DDP's mean over ranks. A second derivative is an error.
 
@@ -160,7 +160,7 @@ class SyncBatchNorm(LayerSync):
         return type(self), (self.group_size, self.process_group)  # the patches are not copied
 
     def _scope(self) -> Scope:
-        """Return the ranks that normalise together, once torch.distributed is initialized.
+        """Return the ranks that normalise together, once torch.distributed is initialised.
 
         Raises:
             ConfigurationError: for a group size that does not divide the world, or a group that does not contain this rank.
@@ -281,7 +281,7 @@ class SyncedForward(MethodPatch):
     Args:
         layer: A batch norm.
         title: Name in messages, or path if the model has not registered the layer.
-        scope: Function that returns the ranks that normalise together, once torch.distributed is initialized.
+        scope: Function that returns the ranks that normalise together, once torch.distributed is initialised.
         plan: Plan of the model's batch norms.
         not_yet_in: The model, if it has not registered the layer. If the layer is still not registered when it trains, this is an error.
 

@@ -122,7 +122,7 @@ class DifferentiableMetric(MetricStates):
     def _set_up(
         self, *, gather: Gather, keep_graph: bool, on_step: object = True, expects_gradient: bool = True
     ) -> None:
-        """Add the record of this package to a metric that torchmetrics has initialized."""
+        """Add the record of this package to a metric that torchmetrics has initialised."""
         check_options(self, gather, on_step)
         if gather == "auto":
             gather = "inputs" if needs_whole_batch(self) else "states"

@@ -120,7 +120,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
             metric learning), ``recall@k`` (share of the relevant rows that are among the k nearest), ``r_precision``,
             ``map_at_r``, ``ndcg@k``, ``mrr``, ``mrr@k``, ``knn_accuracy@k``, each with a number for k. ``retrieval_measures`` defines them.
         distance: How rows are compared: ``"CosineSimilarity"``, ``"DotProductSimilarity"``, ``"LpDistance"``, ``"SNRDistance"``, or an
-            instance of a distance of pytorch-metric-learning, with its options. If given by name, each normalizes rows to unit length, as
+            instance of a distance of pytorch-metric-learning, with its options. If given by name, each normalises rows to unit length, as
             in that library: for plain products pass ``DotProductSimilarity(normalize_embeddings=False)``.
         shared_index: Whether queries and gallery are numbered together. If so, a query is not compared with the row of the gallery that
             has its index. If False, they are numbered separately, and only rows of role ``"both"`` are excluded as their own neighbours.
@@ -132,7 +132,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
     Ties are broken by index: among rows at the same distance, the one with the lower index is nearer. Without indices, the order of the
     rows in one process is used, which starts with the rows of rank 0.
 
-    Rows with a repeated index are not counted (samplers repeat rows to equalize the number of rows per rank): the first one in rank order
+    Rows with a repeated index are not counted (samplers repeat rows to equalise the number of rows per rank): the first one in rank order
     counts.
 
     Queries without a relevant row are not counted, including members of classes with a single row. ``counts`` contains their number. If no
