@@ -26,7 +26,7 @@ under three conditions, each of which is checked:
 
 In a loop without Lightning, with the model's DistributedDataParallel, and ``cross_entropy`` a ``GlobalBatchLoss(CrossEntropyLoss())``::
 
-    optimizer.zero_grad()  # a window starts without gradients
+    optimizer.zero_grad()  # a window must start without gradients
     with accumulation_window(model, micro_batches=4) as window:
         for i, (rows, labels) in enumerate(micro_batches):
             model.require_backward_grad_sync = i == 3  # what model.no_sync() sets

@@ -82,7 +82,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._marks: dict[int, tuple[Any, _Marks]] = {}
 
     def reaching(self, loss: Tensor) -> list[CutCollective]:
-        """List the collectives that cut the graph between rows and loss, the first of each line."""
+        """List the collectives that cut the graph between rows and loss, only the first one of each source line."""
         marks = self._marks_of(loss)
         found: dict[str, CutCollective] = {}
         for index, call in enumerate(self._calls):

@@ -73,7 +73,7 @@ _SHOWN_CHARACTERS = 200  # limit for a long value in a message
 _SHOWN_BEFORE = 80  # number of those characters that precede the first difference between the ranks' values
 
 
-# ---------------------------------------------------------------------- which loss
+# ---------------------------------------------------------------------- identity of a loss
 
 _KEPT = 64  # limit for stored meetings of one kind, because losses may be constructed in each step
 
@@ -147,7 +147,7 @@ class Meetings:
         return True
 
 
-# ---------------------------------------------------------------------- what ranks agree on
+# ---------------------------------------------------------------------- agreements between ranks
 
 
 class Agreement:

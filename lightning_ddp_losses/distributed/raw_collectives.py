@@ -476,7 +476,7 @@ class Ring:
         ranks, rank = internal_groups.ranks, process_groups.rank(group)
         self._is_staged = is_staged(like, group)
         self._carrier = group_for(like, group)
-        internal_groups.warm_up(like.device)  # a rank without rows sends no message
+        internal_groups.warm_up(like.device)  # because a rank without rows does not send messages
         self._next, self._previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
 
     def send(self, tensor: Tensor, rows: int) -> Callable[[], Tensor]:

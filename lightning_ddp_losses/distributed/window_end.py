@@ -25,7 +25,7 @@ class Note:
     Attributes:
         counts: By term, the sum of the counts of its parts. If every rank computes the term from all rows, the counts of all ranks.
             For sums, the number of their parts.
-        calls: By term that all ranks have to back-propagate together, or may have to, the numbers of its calls.
+        calls: For each term that all ranks have to back-propagate together, or may have to, the numbers of its calls.
         learned: Terms with a learned weight. The weight's gradient consists of the values, which are over the rows of all ranks.
         totals: By term with an expected total, the sum of its totals over all ranks. None if one of them is unknown.
         slopes: By term, its upstream gradient.

@@ -268,7 +268,7 @@ def normalise(
         gradient of its input. On an accelerator no handshake, if the ranks have agreed on this call before backward.
     """
     if statistics.in_backward is not None and torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # this rank's share of the sums is needed elsewhere
+        x = x.detach().requires_grad_()  # other ranks need this rank's share of the sums
     y: Tensor = _NormaliseFunction.apply(x, weight, bias, statistics, eps, call)  # type: ignore[no-untyped-call]
     return y
 

@@ -480,7 +480,7 @@ def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group 
     """Compare lists of names between ranks.
 
     Raises:
-        RankMismatchError: on every rank, with the first names that are not on all of them.
+        RankMismatchError: on every rank, with the first names that some ranks do not have.
 
     Communication: one handshake, and one more if ranks differ.
     """

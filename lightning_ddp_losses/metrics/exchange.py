@@ -243,7 +243,7 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
         attributes that its compute reads, if some ranks had no update.
 
     Raises:
-        RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
+        RankMismatchError: on every rank, naming the state, when ranks disagree in a way without a right result.
     """
     has_one_group = len({packet.group for packet in packets}) == 1
     by_ranks: dict[Any, list[Packet]] = {}

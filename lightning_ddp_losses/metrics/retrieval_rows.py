@@ -221,7 +221,7 @@ class Round(NamedTuple):
     """Queries that are passed around the ranks together.
 
     Attributes:
-        blocks: Queries of each rank, a part of ``RetrievalPlan.queries_of``.
+        blocks: Numbers of the queries of each rank.
         depth: Number of nearest rows that they require.
     """
 

@@ -333,7 +333,7 @@ class RetrievalEvaluation:
     def _summary(self) -> RankSummary:
         summary = self.rows.summary()
         if summary.rows and self.scores.needs_variance:
-            # without variance a row has no signal, and its distances are NaN
+            # the signal of a row without variance is zero, and its distances are NaN
             constant = (self.rows.embeddings[0].var(1) == 0).sum()
             summary = summary._replace(bad=summary.bad + int(constant))
         return summary

@@ -322,7 +322,7 @@ def _form_of(nest: Any) -> str:
 
 
 def _gather_rows(trainer: Trainer, own: _LoaderRows, by_rank: Sequence[_LoaderRows], name: str) -> Any:
-    """Gather the rows of one loader, each row once, in the order of the data set."""
+    """Gather the rows of one loader, each row once, in the order of the dataset."""
     forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in by_rank]
     if len(set(forms) - {"no batch"}) != 1:
         expected = "the same tensors on every rank, on one at least"
