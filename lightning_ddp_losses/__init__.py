@@ -6,23 +6,24 @@ rank 1: rows -> encoder -> embeddings -+-> loss of all rows -+- gradient -+-> DD
 rank 2: rows -> encoder -> embeddings -+                     +- gradient -+   one process
 ```
 
-The promise: after ``backward`` and DDP's mean over ranks, every parameter holds the gradient of the loss evaluated in ONE process on the
-concatenated global batch (rank order), and the number that a loss returns is that loss, equal on every rank. What cannot be kept is an
-error on every rank, never a silent fallback. Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
+The guarantee: after ``backward`` and DDP's mean over ranks, every parameter holds the gradient of the loss evaluated in ONE process on the
+concatenated global batch (rank order), and the number that a loss returns is that loss, equal on every rank. If this cannot be guaranteed,
+an error is raised on every rank, and there is never a silent fallback. Importing the package registers the strategy names
+(``Trainer(strategy="ddp_losses")``).
 
 Legend of every file: ``W`` ranks, ``B`` rows on this rank, ``G`` = sum of B, ``D`` embedding size, ``C`` classes, ``c`` classes that this
-rank holds. ``local_*`` is of one rank, ``global_*`` of all. The mathematics stands once, in ``losses/__init__``.
+rank holds. ``local_*`` belongs to one rank, ``global_*`` to all. ``losses/__init__`` describes the mathematics.
 
-Layout. Imports go down only (``tests/test_layers.py``):
+Layout. Imports only go down (``tests/test_layers.py``):
 
 | folder | content |
 |---|---|
 | ``errors`` | the errors a user can cause. Each formats itself: what, expected, got, ranks, fix |
-| ``requirements`` | versions of what is installed, read before anything of it is imported |
-| ``core`` | knowledge of one rank: precision, autograd graph, inputs, modules and their patched methods, the reader of ``faults.yaml`` |
-| ``distributed`` | joint work of ranks: groups, the handshake before every collective, collectives, shards, fingerprints |
-| ``randomness`` | dropout, noise and other draws of W ranks that are those of one process |
-| ``samplers`` | batches that make up the batch of one process together, and predictions of all ranks in one order |
+| ``requirements`` | versions of installed packages, read before any of them is imported |
+| ``core`` | code for a single rank: precision, autograd graph, inputs, modules and their patched methods, the reader of ``faults.yaml`` |
+| ``distributed`` | cooperation of ranks: groups, the handshake before every collective, collectives, shards, fingerprints |
+| ``randomness`` | dropout, noise and other draws on W ranks that are equal to the draws of one process |
+| ``samplers`` | batches that together form the batch of one process, and predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |
 | ``metrics`` | torchmetrics with one exchange for all states, with a graph or for evaluation |
 | ``layers`` | exact batch norm over the ranks |
@@ -32,7 +33,7 @@ Layout. Imports go down only (``tests/test_layers.py``):
 | ``integrations`` | other hosts: Fabric, Hugging Face's Trainer, sentence-transformers |
 | ``callbacks`` | checks on every rank during a fit |
 | ``audit`` | N ranks against one process on the same batches, and why they differ. For a LightningModule, or for any loop |
-| ``demo`` | the modules, data and encoders that the shipped configs train |
+| ``demo`` | the modules, data and encoders that the included configs train |
 | ``testing`` | a plugin for pytest: ranks that live for a whole test run, and parity as an assertion |
 | ``cli`` | the ``ddp-losses`` command: training, audits, the manual, the doctor |
 
@@ -43,20 +44,20 @@ and the numbers. Names below the top level are in ``lightning_ddp_losses.losses`
 ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``,
 ``lightning_ddp_losses.audit``, ``lightning_ddp_losses.testing`` and ``lightning_ddp_losses.cli``.
 
-``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
+``collectives`` and ``sharding`` are documented import paths for parts of ``distributed``.
 
-Where a newcomer adds:
+Where to add new parts:
 
-| a ... | writes | its tests |
+| a ... | is added as | its tests |
 |---|---|---|
-| loss | ``losses/<name>.py`` and one export. One of PML: a row in ``losses/pml_registry.py`` | a row in ``tests/losses/cases.py`` |
+| loss | ``losses/<name>.py`` and one export. A loss of PML: a row in ``losses/pml_registry.py`` | a row in ``tests/losses/cases.py`` |
 | check | ``callbacks/<name>.py``: a ``RankCheck`` with ``measure`` and ``judge`` | one healthy and one sabotaged row |
 | collective | one function and table row in ``distributed/collectives.py`` | a row in ``tests/distributed`` |
 | strategy option | one keyword of ``DDPLossStrategy`` and its use | one row in ``tests/strategies`` |
 | config | ``configs/<name>.yaml``, its command in the header | ``tests/cli`` runs each for 2 steps |
 
-From another package: ``losses.check_separable(loss)`` measures the modes that are exact for a loss. ``losses.register_row_separable`` and
-``losses.register_element_wise`` declare them (``pair_loss=`` adds an evaluation in tiles). ``register_loss_type`` lets the strategy find
+From another package: ``losses.check_separable(loss)`` measures which modes are exact for a loss. ``losses.register_row_separable`` and
+``losses.register_element_wise`` declare them (``pair_loss=`` adds an evaluation in tiles). ``register_loss_type`` makes the strategy find
 losses of a class. A check is a subclass of ``RankCheck``, passed to ``DDPChecks``.
 """
 
@@ -65,7 +66,7 @@ from lightning_ddp_losses import requirements as _requirements
 _requirements.refuse_unusable()
 
 # isort: split
-import lightning.pytorch as _lightning  # noqa: F401 - first: in the order in which our modules ask for it, it takes a tenth longer
+import lightning.pytorch as _lightning  # noqa: F401 - first: in the import order of our modules, it takes a tenth longer
 
 from lightning_ddp_losses.audit import AuditReport, assert_parity, audit, parity
 from lightning_ddp_losses.callbacks import (
@@ -168,11 +169,11 @@ __all__ = [
     "synced",
 ]
 
-# a config or a message names a public class by where it is documented, so that its file may move
+# configs and messages refer to a public class by the place where it is documented, so that its file may move
 for _name in __all__:
     globals()[_name].__module__ = __name__
 
-# losses, layers and strategies are siblings. Here, above them, they are introduced to each other
+# losses, layers and strategies are siblings. This module, above them, registers them with each other
 register_loss_type(GlobalBatchLoss)
 register_loss_type(ClassShardedLoss)
 register_loss_type(ClipLoss)

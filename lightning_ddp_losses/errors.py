@@ -1,4 +1,4 @@
-"""Every error a user can cause, under one root, and the one way their texts are made.
+"""Every error a user can cause, under one root, and the common format of their texts.
 
 A text reads ``<what>: expected <A>, got <B>``, then one line per rank if ranks matter, then what to do. An error that was
 decided by all ranks together is marked ``collective``: no rank needs to report it again.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def explained_by(topic: str) -> str:
-    """Return the last line of a message that has a page in the manual: the command that shows it, and its address if there is one."""
+    """Return the last line of a message that has a page in the manual: the command that shows the page, and its address if known."""
     site = manual_address()
     if not site:
         return f"More: ddp-losses explain {topic}"
@@ -22,7 +22,7 @@ def explained_by(topic: str) -> str:
 
 @functools.cache
 def manual_address() -> str:
-    """Return the address of the HTML manual from the metadata of the installed package. Empty: it names none, or is not installed."""
+    """Return the address of the HTML manual from the metadata of the installed package, or an empty text if it is not available."""
     try:
         addresses = importlib.metadata.metadata("lightning-ddp-losses").get_all("Project-URL") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -33,22 +33,22 @@ def manual_address() -> str:
 
 
 class DDPLossError(RuntimeError):
-    """Root of all errors of this package. It formats its text.
+    """Root of all errors of this package, which formats its text.
 
     Args:
-        what: The thing that is wrong, named as the user knows it. Alone it is the whole text.
+        what: The object that is wrong, in the user's terms. If no other part is given, it is the whole text.
         expected: The right value, or a description of it.
         got: The value found.
         ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
         fix: Advice, as a sentence.
-        findings: Findings of the checks, if a check raised it. Else empty.
-        collective: True if every rank raises this error at the same place, so the peers need no report.
-        page: The topic of ``ddp-losses explain``, if it is another than that of the class.
+        findings: Findings of the checks, if a check raised it. Otherwise empty.
+        collective: True if every rank raises this error at the same place, so it does not have to be reported to the peers.
+        page: The topic of ``ddp-losses explain``, if it differs from the topic of the class.
 
     Attributes: the arguments, by name.
 
-    A class of error that a known fault leads to names its page: the traceback ends with the command that shows it (a note of the
-    exception, so that the text itself stays as it is).
+    An error class that results from a known fault names its page: the traceback ends with the command that shows it (a note of the
+    exception, so that the text itself is not changed).
 
     Example:
         >>> print(DDPLossError("rows", expected=8, ranks=[8, 6], fix="Drop the last batch."))
@@ -59,7 +59,7 @@ class DDPLossError(RuntimeError):
     """
 
     page: str = ""
-    """The topic of ``ddp-losses explain`` where there is one."""
+    """The topic of ``ddp-losses explain``, or an empty text."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class DDPLossError(RuntimeError):
         return parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the attributes in a pickle: what may not come through as it is comes as text, a process group not at all."""
+        """Keep the attributes in a pickle, converting values that may not be portable to text, and omitting process groups."""
         state = {name: value for name, value in vars(self).items() if name != "reported_in"}
         state.update({name: _portable(getattr(self, name)) for name in ("what", "expected", "got", "fix")})
         if self.ranks is not None:
@@ -108,14 +108,14 @@ def _rank_entries(ranks: Mapping[int, object] | Sequence[object]) -> Iterable[tu
 
 
 def _portable(value: object) -> object:
-    """Return a plain value, or a tuple of such, as it is. Any other as text."""
+    """Return a plain value, or a tuple of plain values, unchanged. Any other value is converted to text."""
     if isinstance(value, tuple):
         return tuple(_portable(item) for item in value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 class ConfigurationError(DDPLossError):
-    """An option, a name or a combination of options that cannot work.
+    """An invalid option, name or combination of options.
 
     Example:
         >>> print(ConfigurationError("chunk_size", expected="1 or more", got=0))
@@ -124,7 +124,7 @@ class ConfigurationError(DDPLossError):
 
 
 class HiddenLossError(ConfigurationError):
-    """A trainable loss that is not a registered submodule: not moved, not synchronised, not saved.
+    """A trainable loss that is not a registered submodule and is therefore not moved, synchronised or saved.
 
     Example:
         >>> issubclass(HiddenLossError, ConfigurationError)
@@ -135,7 +135,7 @@ class HiddenLossError(ConfigurationError):
 
 
 class InputError(DDPLossError):
-    """Embeddings, labels or data that a loss or a data module cannot take.
+    """Embeddings, labels or data that a loss or a data module does not accept.
 
     Example:
         >>> print(InputError("embeddings", expected="(B, D)", got=(8,)))
@@ -144,7 +144,7 @@ class InputError(DDPLossError):
 
 
 class LossCallError(DDPLossError):
-    """A loss that ran, or that got a gradient, on some ranks only.
+    """A loss that ran, or that received a gradient, on some ranks only.
 
     Example:
         >>> print(LossCallError("loss", expected="a call on every rank", ranks={1: "not called"}))
@@ -156,7 +156,7 @@ class LossCallError(DDPLossError):
 
 
 class RankMismatchError(DDPLossError):
-    """Ranks that met in one collective with different shapes, dtypes, names, or at different places of the program.
+    """Ranks that took part in one collective with different shapes, dtypes or names, or at different places of the program.
 
     Example:
         >>> print(RankMismatchError("dtype", expected="one", ranks=["float32", "float64"]))
@@ -169,7 +169,7 @@ class RankMismatchError(DDPLossError):
 
 
 class PeerError(DDPLossError):
-    """Another rank failed. This rank stops with it instead of waiting for it.
+    """Another rank failed. This rank stops as well instead of waiting for it.
 
     Example:
         >>> print(PeerError("rank 1 failed: out of memory"))
@@ -180,7 +180,7 @@ class PeerError(DDPLossError):
 
 
 class AuditError(DDPLossError):
-    """An audit that could not run: a process of it failed, died or took too long. Its traceback is in the text.
+    """An audit that could not run because one of its processes failed, died or took too long. The text includes its traceback.
 
     Example:
         >>> print(AuditError("rank 1 of the audit", expected="a result", got="exit status 1"))
@@ -194,7 +194,7 @@ _BY_NAME: dict[str, type[DDPLossError]] = {}
 
 
 def register_error(cls: type[DDPLossError]) -> type[DDPLossError]:
-    """Let peers raise this class too when one rank alone meets the error (the name travels, the class must be known).
+    """Make peers raise this class too when the error occurs on one rank only (the name is sent, so peers must have the class).
 
     Example:
         >>> @register_error
@@ -219,7 +219,7 @@ for _cls in (
 
 
 def error_class(name: str) -> type[DDPLossError]:
-    """Return the registered class of that name, ``PeerError`` for a class that is not ours."""
+    """Return the registered class with this name, or ``PeerError`` for a class of another package."""
     return _BY_NAME.get(name, PeerError)
 
 
@@ -234,7 +234,7 @@ def format_error(
     """Build an error text: what, expected, got, one line per rank, what to do.
 
     Args:
-        what: The thing that is wrong, named as the user knows it.
+        what: The object that is wrong, in the user's terms.
         expected: The right value, or a description of it.
         got: The value found.
         ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
@@ -258,7 +258,7 @@ def format_error(
 
 
 def listed(names: Sequence[str], at_most: int = 6) -> str:
-    """Return the first of some names, and the number of the others.
+    """Return the first of some names, and the number of remaining ones.
 
     Example:
         >>> listed(["a", "b", "c"], at_most=2)
@@ -278,7 +278,7 @@ def expect(
     error: type[DDPLossError] = ConfigurationError,
     collective: bool = False,
 ) -> None:
-    """Raise an error unless a condition holds. The arguments are those of ``DDPLossError``.
+    """Raise an error unless a condition holds. The arguments are the same as for ``DDPLossError``.
 
     Example:
         >>> expect(0.1 <= 1, "sample_rate", expected="at most 1", got=0.1)
@@ -288,7 +288,7 @@ def expect(
 
 
 def expect_option(what: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise a ``ConfigurationError`` unless an option is one of the allowed values. A ``bool`` is no number here.
+    """Raise a ``ConfigurationError`` unless an option is one of the allowed values. A ``bool`` does not count as a number.
 
     Example:
         >>> expect_option("mode", "rows", ("auto", "rows"))

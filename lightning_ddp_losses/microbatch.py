@@ -1,12 +1,13 @@
-"""`microbatched`: an encoder over a large batch in pieces, each computed again in backward: the large batch's gradient at a piece's memory.
+"""`microbatched`: run an encoder on a large batch in pieces that backward recomputes: the large batch's gradient with a piece's memory.
 
-A contrastive loss needs the embeddings of the whole batch at once, the encoder's activations it does not. Forward keeps no activations.
-Backward computes one piece after the other again, with the random numbers and autocast of its forward, and goes on below it. It is one
-graph: each parameter's gradient is complete at once, so DDP reduces it once.
+A contrastive loss needs the embeddings of the whole batch together, but not the encoder's activations. Forward does not keep activations.
+Backward recomputes one piece after the other, with the random numbers and autocast of its forward, and back-propagates through it. It is a
+single graph, in which each parameter's gradient is complete after one backward, so DDP reduces it once.
 
-Held at the peak: the activations of one piece. The results of all rows, once. Their gradient. The encoder's gradient, complete.
-No tensor that a piece allocates stays, as a small block pins the hole that the activations of the piece leave in the heap. Autograd's nodes
-of a piece and their Python objects do stay, about 30 KiB for 13 layers, and may pin holes where there are many hundreds of pieces.
+Peak memory: the activations of one piece, the results of all rows (once), their gradient, and the encoder's complete gradient.
+No tensor allocated by a piece is kept, because a small block would pin the hole that the activations of the piece leave in the heap.
+Autograd's nodes of a piece and their Python objects do stay, about 30 KiB for 13 layers, and may pin holes if there are many hundreds of
+pieces.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from lightning_ddp_losses.errors import InputError, expect, expect_count, expect
 def microbatched(
     encoder: nn.Module, chunk_size: int, *, batch_norm: Literal["refuse", "eval"] = "refuse"
 ) -> Callable[..., Any]:
-    """Let an encoder run over its batch in pieces.
+    """Return a function that runs an encoder over its batch in pieces.
 
-    Equivalent to: ``encoder(x)``, value and gradient, for an encoder that treats each row by itself. The pieces draw their random
-    numbers one after the other, and draw them again in backward.
+    Equivalent to: ``encoder(x)``, value and gradient, for an encoder that processes each row independently. The pieces draw their random
+    numbers one after the other, and draw the same numbers again in backward.
 
     Args:
-        encoder: Any module, also one inside a LightningModule or a ``DistributedDataParallel`` (or that wrapper itself).
-            It is not wrapped: parameter names and checkpoints stay.
-        chunk_size: Rows at a time, at least 1. The last piece may be smaller. Of an encoder that ``fully_shard`` divides, which waits for
-            all ranks in each forward, every rank runs as many pieces as the one with the most rows, some of them empty.
-        batch_norm: Batch norm in training would normalise each piece by itself. ``"refuse"``: an error that names it. ``"eval"``:
-            it uses its running statistics, and leaves them.
+        encoder: Any module, including one inside a LightningModule or a ``DistributedDataParallel`` (or that wrapper itself).
+            It is not wrapped: parameter names and checkpoints stay the same.
+        chunk_size: Rows at a time, at least 1. The last piece may be smaller. If ``fully_shard`` divides the encoder, each forward waits
+            for all ranks, so every rank runs as many pieces as the one with the most rows, some of them empty.
+        batch_norm: Batch norm in training would normalise each piece separately. ``"refuse"``: raise an error that names it. ``"eval"``:
+            use its running statistics without changing them.
 
     Returns:
-        A function with the arguments of ``encoder``. Tensors with as many rows (dim 0) as the first are batches, everything else goes to
-        each piece as it is. Its results, tensors or nests of them, are joined along dim 0.
+        A function with the arguments of ``encoder``. Tensors with as many rows (dim 0) as the first are batches, and everything else is
+        passed to each piece unchanged. Its results, tensors or nests of them, are joined along dim 0.
 
     Raises:
-        ConfigurationError: for batch norm in training and other layers that write their buffers, by name. A bad chunk size. In
+        ConfigurationError: for batch norm in training and other layers that write their buffers, by name. For an invalid chunk size. In
             backward, if a parameter has changed since forward.
         InputError: for a call without a batch, and for results with a first dimension that does not count rows (a sequence's time).
 
@@ -74,7 +75,7 @@ def microbatched(
 
 
 class _Pieces:
-    """Runs an encoder in pieces. It is no module: an attribute of this kind adds no parameter names."""
+    """Runs an encoder in pieces. It is not a module, so that an attribute of this kind does not add parameter names."""
 
     def __init__(self, encoder: nn.Module, chunk_size: int, batch_norm: str) -> None:
         self.encoder, self.chunk_size, self.batch_norm = encoder, chunk_size, batch_norm
@@ -100,7 +101,7 @@ class _Pieces:
             piece = slice(start, min(start + self.chunk_size, rows))
             piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
             if torch.is_grad_enabled():
-                # its backward runs the piece again, with the same random numbers
+                # its backward reruns the piece with the same random numbers
                 result = checkpoint(
                     self._run_again,
                     states,
@@ -118,9 +119,9 @@ class _Pieces:
         return joined.result()
 
     def _refuse_other_dims(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-        """Refuse results with a first dimension that does not count rows: it may have the size of a piece by chance.
+        """Reject results with a first dimension that does not count rows, and may have the size of a piece by chance.
 
-        Runs a piece of another size, without a graph, at the first call in pieces.
+        Runs a piece of a different size, without a graph, in the first call with several pieces.
         """
         piece = slice(0, min(rows, self.chunk_size - 1 or 2))
         piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
@@ -131,7 +132,7 @@ class _Pieces:
         self._has_rows_first = True
 
     def _number_of_pieces(self, rows: int) -> int:
-        """Return how many pieces this call has. The most of any rank where each forward waits for all ranks.
+        """Return the number of pieces of this call, or the largest number of any rank if each forward waits for all ranks.
 
         Communication: one handshake for an encoder that ``fully_shard`` divides.
         """
@@ -146,12 +147,12 @@ class _Pieces:
         return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
     def _parameter_versions(self) -> list[int]:
-        """Return how often each parameter was changed so far. Of a divided parameter it is this rank's part."""
+        """Return how often each parameter was changed so far. For a divided parameter, only this rank's part is considered."""
         parts = compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
         return [compat.tensor_version(part) for part in parts]
 
     def _run_again(self, states: RandomStates, number: int, *arguments: Any) -> Any:
-        """Run the encoder on one piece, each time with the random numbers of the first time."""
+        """Run the encoder on one piece, always with the random numbers of the first run."""
         with states.of_run(number):
             return self._run(*arguments)
 
@@ -183,7 +184,7 @@ class _Pieces:
         return {name: compat.tensor_version(buffer) for name, buffer in self.encoder.named_buffers()}
 
     def _norms(self) -> list[tuple[str, nn.Module]]:
-        """Return the layers in training that normalise over the rows of a piece, or remember them."""
+        """Return the layers in training that normalise over the rows of a piece, or store statistics of them."""
         found = []
         for name, module in self.encoder.named_modules():
             is_norm = module.training and isinstance(module, compat.NORM_TYPES)
@@ -204,7 +205,7 @@ class _Pieces:
 
     @contextmanager
     def _norms_in_eval(self) -> Iterator[None]:
-        """Let batch norms use their running statistics, if that was asked for."""
+        """Make batch norms use their running statistics, if requested."""
         norms = [module for _, module in self._norms()] if self.batch_norm == "eval" else []
         for module in norms:
             module.training = False
@@ -216,7 +217,7 @@ class _Pieces:
 
 
 class _InsideDDP:
-    """Runs the pieces inside DDP's own forward, which prepares its reduction there."""
+    """Runs the pieces inside DDP's own forward, in which DDP prepares its reduction."""
 
     def __init__(self, ddp: nn.parallel.DistributedDataParallel, pieces: _Pieces) -> None:
         self._ddp, self._pieces = ddp, pieces
@@ -236,7 +237,7 @@ class _InsideDDP:
 
 
 def _cut(tree: Any, rows: int, piece: slice) -> Any:
-    """Return the nest with a slice of each tensor that has as many rows."""
+    """Return the nest with a slice of each tensor that has the given number of rows."""
 
     def cut(leaf: Any) -> Any:
         is_batch = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows
@@ -246,7 +247,7 @@ def _cut(tree: Any, rows: int, piece: slice) -> Any:
 
 
 def _rebuilt(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Rebuild a nest, also of classes derived from tuple, list and dict, with ``function`` of each leaf in its place."""
+    """Rebuild a nest, including subclasses of tuple, list and dict, with each leaf replaced by the result of ``function``."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_rebuilt(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):
@@ -256,36 +257,36 @@ def _rebuilt(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-_TENSOR = object()  # stands for a tensor in the form of a result
+_TENSOR = object()  # represents a tensor in the form of a result
 
 
 class _Joined:
-    """Joins nests of equal form into one, their tensors along dim 0. Other values come from the first.
+    """Joins nests of equal form into one, their tensors along dim 0. Other values are taken from the first nest.
 
-    Each piece is copied to its place at once and not kept, so the results exist once.
+    Each piece is immediately copied to its position and not kept, so the results are only stored once.
 
     Args:
-        rows: Rows of all pieces together.
+        rows: Total number of rows of all pieces.
     """
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
         self._form: Any = None  # the nest with `_TENSOR` in place of each tensor
-        self._joined: list[Tensor] = []  # one for each place
-        self._zeros: list[Tensor] = []  # one for each place, whose views stand for the pieces
-        self._graph_ends: list[list[Tensor]] = []  # what stands for each piece in the graph
+        self._joined: list[Tensor] = []  # one for each tensor of a result
+        self._zeros: list[Tensor] = []  # one for each tensor of a result, whose views represent the pieces
+        self._graph_ends: list[list[Tensor]] = []  # representation of each piece in the graph
         self._sizes: list[int] = []
 
     def add(self, result: Any, piece: slice) -> None:
-        """Take the result of the next piece."""
+        """Add the result of the next piece."""
         tensors, size = list(inputs.tensors_in(result)), piece.stop - piece.start
-        # 1. the first result shows the form of the whole
+        # 1. the first result determines the form of the whole
         if not self._sizes:
             self._form = _rebuilt(_placeholder, result)
             self._joined = [tensor.new_empty((self._rows, *tensor.shape[1:])) for tensor in tensors]
             self._zeros = [tensor.new_zeros(()) for tensor in tensors]
             self._graph_ends = [[] for _ in tensors]
-        # 2. each tensor goes to its place
+        # 2. copy each tensor to its position
         self._sizes.append(size)
         places = zip(tensors, self._joined, self._zeros, self._graph_ends, strict=True)
         for tensor, joined, zero, graph_ends in places:
@@ -303,7 +304,7 @@ class _Joined:
 
 
 def _without_rows(tensor: Tensor, shape: str, size: int) -> InputError:
-    """Return the error for a tensor that cannot be joined with those of other pieces."""
+    """Return the error for a tensor that cannot be joined with the tensors of other pieces."""
     return InputError(
         "microbatched: result",
         expected=f"a row for each row of the batch: shape {shape}",
@@ -313,7 +314,7 @@ def _without_rows(tensor: Tensor, shape: str, size: int) -> InputError:
 
 
 def _placeholder(leaf: Any) -> Any:
-    """Return a mark for a tensor, and any other leaf as it is. Refuse an object that holds tensors but is no nest."""
+    """Return a mark for a tensor, and any other leaf unchanged. Reject an object that holds tensors but is not a nest."""
     if isinstance(leaf, Tensor):
         return _TENSOR
     expect(
@@ -328,7 +329,7 @@ def _placeholder(leaf: Any) -> Any:
 
 
 class _Write(torch.autograd.Function):
-    """Copies a piece to its place. Its result stands for the piece in the graph. It is a view of a number that all pieces share."""
+    """Copies a piece to its position. The result represents the piece in the graph, as a view of a number that all pieces share."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, place: Tensor, zero: Tensor) -> Tensor:
@@ -341,7 +342,7 @@ class _Write(torch.autograd.Function):
 
 
 class _JoinedRows(torch.autograd.Function):
-    """Puts the tensor that the pieces were copied into in their graph."""
+    """Connects the tensor that the pieces were copied into to their graph."""
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, sizes: list[int], *pieces: Tensor) -> Tensor:

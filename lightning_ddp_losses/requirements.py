@@ -1,7 +1,7 @@
-"""The releases that this package needs, read from metadata before anything of them is imported.
+"""The releases that this package requires, read from metadata before any of them is imported.
 
-A release with malware runs it when it is imported, and an old release fails in a way that does not name it. So ``import
-lightning_ddp_losses`` reads the versions first. It refuses a package that it would import and cannot use; ``ddp-losses doctor`` shows all.
+A release with malware runs it on import, and an old release fails in a way that does not name it. Therefore ``import
+lightning_ddp_losses`` reads the versions first. It rejects an unusable package that it would import; ``ddp-losses doctor`` shows all.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lightning_ddp_losses.errors import format_error
 IMPORTED = ("torch", "lightning", "torchmetrics", "pytorch-metric-learning", "xxhash")
 """Packages that ``import lightning_ddp_losses`` loads."""
 MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
-"""Releases with malware that steals passwords and keys when it is imported. A mirror may still have them."""
+"""Releases with malware that steals passwords and keys on import. A mirror may still offer them."""
 ADVISORY = "GHSA-w37p-236h-pfx3"
 
 
 class Installed(NamedTuple):
-    """Describes one requirement.
+    """One requirement.
 
     Attributes:
         name: Name of the package.
-        version: The installed version. Empty: not installed.
-        needs: Versions that this package accepts, as pip reads them.
+        version: The installed version. Empty if it is not installed.
+        needs: Versions that this package accepts, in pip's notation.
         is_met: Whether the installed version is one of them.
     """
 
@@ -41,12 +41,12 @@ class Installed(NamedTuple):
 
 
 def version_of(name: str) -> str:
-    """Return the version of the package that an import would find, or an empty text. Nothing of the package is run."""
+    """Return the version of the package that an import would find, or an empty text, without running code of the package."""
     return next((found.version for found in importlib.metadata.distributions(name=name)), "")
 
 
 def read() -> list[Installed] | None:
-    """Return the requirements of the installed package, without those of extras. None if only its sources are here."""
+    """Return the requirements of the installed package, without those of extras, or None if only its sources are available."""
     try:
         texts = importlib.metadata.requires("lightning-ddp-losses") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -60,32 +60,32 @@ def read() -> list[Installed] | None:
 
 
 def _is_met(wanted: Requirement, version: str) -> bool:
-    """Return whether a version is accepted. A build before a release counts as the release: makers of devices ship 2.11.0a0."""
+    """Return whether a version is accepted. A pre-release counts as the release, because device vendors ship versions like 2.11.0a0."""
     if is_malicious(wanted.name, version):
         return False
     try:
         release = Version(version).base_version
-    except InvalidVersion:  # missing, or a version of no known form
+    except InvalidVersion:  # missing, or a version in an unknown format
         return False
     return wanted.specifier.contains(release)
 
 
 def is_malicious(name: str, version: str) -> bool:
-    """Return whether a release holds malware."""
+    """Return whether a release contains malware."""
     return version in MALICIOUS.get(name, ())
 
 
 def unmet(rows: Iterable[Installed]) -> list[Installed]:
-    """Return the requirements that are not met, of packages that the import loads."""
+    """Return the unmet requirements among the packages that the import loads."""
     return [row for row in rows if row.name in IMPORTED and not row.is_met]
 
 
 def refuse_unusable() -> None:
-    """Raise unless the packages that the import loads can be used.
+    """Raise an error unless the packages that the import loads are usable.
 
     Raises:
-        ImportError: A release with malware, or an installed version that this package does not accept. It names what is installed
-            and what is asked for. In the ``ddp-losses`` command it is a SystemExit, which shows the message only.
+        ImportError: A release with malware, or an installed version that this package does not accept, with the installed and the
+            required versions. In the ``ddp-losses`` command it is a SystemExit, which only shows the message.
     """
     text = _malware_text() or _versions_text()
     if not text:
@@ -122,6 +122,6 @@ def _versions_text() -> str:
 
 
 def _is_command() -> bool:
-    """Return whether this process is the ``ddp-losses`` command, also as ``python -m lightning_ddp_losses``."""
+    """Return whether this process is the ``ddp-losses`` command, including ``python -m lightning_ddp_losses``."""
     module = ["-m", "lightning_ddp_losses"]
     return Path(sys.argv[0]).stem == "ddp-losses" or sys.orig_argv[1:3] == module

@@ -1,4 +1,4 @@
-"""Statistics of self-supervised losses over the rows of all ranks: each equals one process on the global batch, few numbers travel.
+"""Statistics of self-supervised losses over the rows of all ranks, equal to one process on the global batch, with little communication.
 
 | function | for | ranks exchange |
 |---|---|---|
@@ -8,8 +8,8 @@
 | ``cross_correlation``, ``barlow_twins`` | Barlow Twins | D x D numbers |
 | ``moments``, ``vicreg`` | VICReg, whitening | D x D numbers |
 
-An EMA teacher needs no change: it is a function of parameters that are equal on every rank. A momentum queue is pytorch-metric-learning's
-``CrossBatchMemory`` in a ``GlobalBatchLoss``.
+An EMA teacher does not need any change, because it is a function of parameters that are equal on every rank. For a momentum queue, use
+pytorch-metric-learning's ``CrossBatchMemory`` in a ``GlobalBatchLoss``.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` features, ``K`` prototypes.
 """
@@ -48,7 +48,7 @@ __all__ = ["Center", "Moments", "barlow_twins", "cross_correlation", "koleo", "m
 _TILE_BYTES = 64 << 20
 
 
-# ---------------------------------------------------------------------- targets of a teacher, without gradient
+# ---------------------------------------------------------------------- targets of a teacher, without a gradient
 
 
 @eager_recursive
@@ -62,22 +62,22 @@ def sinkhorn(
     logarithms, so that large logits at a small temperature neither overflow nor vanish.
 
     Args:
-        logits: (B, K), floating and finite. Half precision is computed in float32.
+        logits: (B, K), floating point and finite. Half precision is computed in float32.
         temperature: Positive number that divides the logits.
         iterations: Number of normalisations of both prototypes and rows.
         name: Name that is equal on all ranks (``moments``).
-        group: Process group. None: the world.
+        group: Process group. None is the world.
 
     Returns:
-        (B, K), the assignments of this rank's rows. Each row sums to 1. They have no gradient.
+        (B, K), the assignments of this rank's rows. Each row sums to 1. They do not have a gradient.
 
     Communication:
         One handshake. Per iteration an all-reduce of K maxima and one of K sums. The host waits for the device once.
 
     Raises:
         ConfigurationError: on every rank, for a temperature that is not positive, or fewer than one iteration.
-        InputError: on every rank, for logits that are not (B, K) or not finite, and if no rank has rows.
-        RankMismatchError: on every rank, for another K, dtype, temperature or number of iterations.
+        InputError: on every rank, for logits that are not (B, K) or not finite, and if all ranks are without rows.
+        RankMismatchError: on every rank, if K, dtype, temperature or number of iterations differ.
 
     Source:
         Caron et al., SwAV (2020), arXiv 2006.09882, section 3.1. Oquab et al., DINOv2 (2023), arXiv 2304.07193.
@@ -95,7 +95,7 @@ def sinkhorn(
     options = {"temperature": temperature, "iterations": iterations}
     (rows,), _ = meet(title, {"logits": logits}, options, group)
     scaled = rows / temperature
-    # any number that is not finite becomes one that no sum loses
+    # convert any number that is not finite to NaN, which every sum preserves
     scaled = scaled.nan_to_num(torch.nan, torch.nan, torch.nan)
     row_weights = scaled.new_zeros(len(scaled), 1)
     for iteration in range(iterations):
@@ -116,7 +116,7 @@ def _logsumexp_of_all_rows(values: Tensor, group: Group) -> Tensor:
 
 
 def _refuse_not_finite(logits: Tensor, group: Group) -> None:
-    """Raise on every rank. All have seen the same sums."""
+    """Raise an error on every rank, because all ranks have computed the same sums."""
     number = int((~logits.isfinite()).sum())
     payloads = handshake.all_gather("sinkhorn: numbers that are not finite", {}, str(number).encode(), group=group)
     ranks = [f"{sent.decode()} numbers that are not finite" for sent in payloads]
@@ -124,15 +124,15 @@ def _refuse_not_finite(logits: Tensor, group: Group) -> None:
 
 
 class Center(WithProcessGroup, nn.Module):
-    """The running mean of a teacher's outputs over the rows of all ranks, as DINO subtracts it.
+    """The running mean of a teacher's outputs over the rows of all ranks, which DINO subtracts.
 
-    A mean of the ranks' means weighs the rows of a small batch more. This one is over rows, and a rank may have none.
+    A mean of the ranks' means would give more weight to the rows of a small batch. This mean is over rows, and a rank may be without rows.
 
     Args:
         dim: D, number of outputs.
-        momentum: Share of the former centre that ``update`` keeps, from 0 to 1.
-        name: Name in messages. Ranks compare which of several centres they update, by name or by the order in which they were made.
-        group: Process group. None: the world.
+        momentum: Share of the previous centre that ``update`` keeps, from 0 to 1.
+        name: Name in messages. Ranks compare which of several centres they update, by name or by the order of their construction.
+        group: Process group. None is the world.
 
     Attributes:
         center: (D,), a buffer, equal on every rank.
@@ -161,13 +161,13 @@ class Center(WithProcessGroup, nn.Module):
         """Move the centre towards the mean of the outputs of all ranks.
 
         Args:
-            outputs: (B, D), of the teacher.
+            outputs: (B, D), outputs of the teacher.
 
         Communication: one handshake and one all-reduce of D numbers.
 
         Raises:
-            InputError: on every rank, for outputs that are not (B, D), and if no rank has rows.
-            RankMismatchError: on every rank, for another D, dtype or momentum, and for another centre.
+            InputError: on every rank, for outputs that are not (B, D), and if all ranks are without rows.
+            RankMismatchError: on every rank, if D, dtype or momentum differ, or if ranks update different centres.
         """
         must_match = {"momentum": self.momentum, "which": self._instance}
         (rows,), counts = meet("Center", {"outputs": outputs}, must_match, self._group, features=len(self.center))
@@ -195,27 +195,27 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, name: str | None 
     Equivalent to: ``lightly.loss.KoLeoLoss()`` in one process on the rows of all ranks.
 
     Args:
-        rows: (B, D), floating. They are normalised first.
-        groups: Number of equal parts of this rank's rows, one behind the other, such as the crops of its images. A row is compared with
+        rows: (B, D), floating point. They are normalised first.
+        groups: Number of equal consecutive parts of this rank's rows, such as the crops of its images. A row is compared with
             the same part on all ranks. The loss is the mean over all rows (DINOv2 adds the losses of its crops).
         eps: Added to the distances.
         name: Name that is equal on all ranks (``moments``).
-        group: Process group. None: the world.
+        group: Process group. None is the world.
 
     Returns:
         The global loss, 0-dim, equal on every rank.
 
     Gradient:
-        After DDP's mean over ranks that of one process. A row also gets the gradient as another rank's neighbour.
+        After DDP's mean over ranks, the gradient of one process. A row also receives the gradient as another rank's neighbour.
 
     Communication:
         Forward a handshake, a gather of (G, D) and a handshake. Backward one exchange of (G, D). Memory:
         G x D, and a tile of at most 64 MiB.
 
     Raises:
-        ConfigurationError: on every rank, for ``groups`` that is no positive integer.
-        InputError: on every rank, for rows that are not (B, D) or that ``groups`` does not divide, and for a part with fewer than two rows.
-        RankMismatchError: on every rank, for another D, dtype or ``groups``.
+        ConfigurationError: on every rank, for ``groups`` that is not a positive integer.
+        InputError: on every rank, for rows that are not (B, D) or not divisible by ``groups``, and for a part with fewer than two rows.
+        RankMismatchError: on every rank, if D, dtype or ``groups`` differ.
 
     Source:
         Sablayrolles et al., Spreading vectors for similarity search (2019), arXiv 1806.03198, equation 2.
@@ -253,11 +253,11 @@ def _gather(title: str, rows: Tensor, counts: Sequence[int], group: Group) -> Te
 
 @torch.no_grad()
 def _nearest_rows(own: Tensor, everywhere: Tensor, counts: Sequence[int], groups: int, group: Group) -> Tensor:
-    """Return the places (B,) of the nearest neighbours of this rank's rows among the rows of all ranks."""
+    """Return the positions (B,) of the nearest neighbours of this rank's rows among the rows of all ranks."""
     rank, starts = process_groups.rank(group), [sum(counts[:rank]) for rank in range(len(counts))]
     nearest = TileResults(len(own), own.new_empty(0, dtype=torch.int64))
     for part in range(groups):
-        # places of this part's rows, of all ranks
+        # positions of this part's rows on all ranks
         ranges = []
         for start, count in zip(starts, counts, strict=True):
             size = count // groups
@@ -274,7 +274,7 @@ def _nearest_rows(own: Tensor, everywhere: Tensor, counts: Sequence[int], groups
             itself = torch.arange(first + start, first + stop, device=own.device)
             similarities.scatter_(1, itself[:, None], -torch.inf)
             nearest.store_(places[similarities.argmax(1)], part * size + start)
-            del similarities  # else it would be there next to the next tile
+            del similarities  # release it before the next tile is computed
     return nearest.joined()
 
 

@@ -1,6 +1,6 @@
 """Tests on several ranks, for pytest: rank processes that live for a whole test run, and `parity` as an assertion.
 
-A conftest asks for the plugin, as importing this package in every run of pytest would cost seconds::
+A conftest has to request the plugin, because importing this package in every run of pytest would take seconds::
 
     pytest_plugins = ["lightning_ddp_losses.testing"]
 
@@ -12,15 +12,15 @@ Then::
     def test_my_collective(ddp_ranks):
         assert ddp_ranks(2).run(torch.distributed.get_rank) == [0, 1]
 
-Below both is the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test costs
-seconds. A task for a living pool costs a millisecond. Workers come from a
-forkserver that has torch and lightning loaded, meet through a file (no ports), and talk to the test through one pipe each.
-A group of ranks is one *generation*: after a failure, or when W changes, the next task brings a new generation and every
-rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
-them are three teams of workers: most tests go through 1, 2 and 3 ranks in turn, and a generation costs as much as a small fit.
+Both are based on the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test takes
+seconds, whereas a task for a running pool takes a millisecond. Workers are forked from a
+forkserver that has torch and lightning loaded, find each other through a file (no ports), and communicate with the test through one pipe
+each. A group of ranks is one *generation*: after a failure, or when W changes, the next task starts a new generation and every
+rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two ranks, and more ranks
+are three teams of workers: most tests use 1, 2 and 3 ranks in turn, and starting a generation takes as long as a small fit.
 
-This package is not preloaded: coverage can measure its import in the workers too. Each task carries the warning filters of the test that
-calls it.
+This package is not preloaded, so that coverage can measure its import in the workers too. Each task contains the warning filters of the
+test that calls it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from lightning_ddp_losses.errors import ConfigurationError
 
 __all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]
 
-GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
-# more than the time after which a group gives up: a peer's time-out is an error, not a hang
+GROUP_TIMEOUT = timedelta(seconds=120)  # generous, because a passing test never waits for it, even on a busy machine
+# longer than the group's timeout, so that a peer's timeout is an error and not a hang
 TASK_SECONDS = 30.0 + GROUP_TIMEOUT.total_seconds()
 PRELOAD = ["torch", "torch.distributed", "pytest", "lightning", "pytorch_metric_learning.losses", "torchmetrics"]
 
@@ -71,15 +71,15 @@ class Task:
     """One call for all ranks."""
 
     generation: int
-    world_size: int  # 0: no process group
+    world_size: int  # 0 without a process group
     store: str
-    call: bytes  # the pickled (fn, args, kwargs): unpickled by the worker so that an import error is an answer too
+    call: bytes  # the pickled (fn, args, kwargs), unpickled by the worker so that an import error is also an answer
     filters: list[tuple[str, str, type[Warning], str, int]]
 
 
 @dataclass(frozen=True)
 class RankError(Failure):
-    """The error that a rank's call has raised.
+    """The error raised by a rank's call.
 
     Attributes:
         rank: The rank.
@@ -92,12 +92,12 @@ class RankError(Failure):
     seconds: float
 
     def is_a(self, name: str) -> bool:
-        """Return whether the error is of a class of this name, or of one derived from it."""
+        """Return whether the error belongs to a class with this name, or to a subclass of it."""
         return any(base.rpartition(".")[2] == name for base in self.bases)
 
     @property
     def timed_out(self) -> bool:
-        """Return whether the rank learnt of its error no sooner than by the group's time-out."""
+        """Return whether the rank raised its error only after the group's timeout."""
         return self.seconds >= GROUP_TIMEOUT.total_seconds()
 
 
@@ -105,7 +105,7 @@ class RankError(Failure):
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a test that fails, not an error
-    """A task that failed on some rank. The message holds each rank's account."""
+    """A task that failed on some rank. The message contains each rank's report."""
 
 
 @dataclass
@@ -113,8 +113,8 @@ class _PoolWorker(Worker):
     stack_pipe: Connection
 
     def ask_for_stack(self) -> None:
-        """Have the worker write where each of its threads is to its log."""
-        with contextlib.suppress(OSError, EOFError):  # it may be no more
+        """Make the worker write the stack of each of its threads to its log."""
+        with contextlib.suppress(OSError, EOFError):  # it may have exited
             self.stack_pipe.send_bytes(b"")
             if self.stack_pipe.poll(5.0):
                 self.stack_pipe.recv_bytes()
@@ -122,10 +122,10 @@ class _PoolWorker(Worker):
 
 @dataclass
 class _Team:
-    """Workers that meet in one group. Worker i is always rank i."""
+    """Workers that form one group. Worker i is always rank i."""
 
     workers: list[_PoolWorker | None] = field(default_factory=list)
-    key: int | None = None  # ranks of the living generation, 0 without a group, None if the next task needs a new one
+    key: int | None = None  # ranks of the current generation, 0 without a group, None if the next task needs a new one
     generation: int = 0
 
 
@@ -136,7 +136,7 @@ class RankPool:
         """Prepare the pool. Workers start with the first task.
 
         Args:
-            grace_seconds: Time for the other ranks once one rank of a `run` has failed.
+            grace_seconds: Time that the other ranks have after one rank of a `run` has failed.
         """
         self._grace_seconds = grace_seconds
         self._context = multiprocessing.get_context("forkserver")
@@ -151,10 +151,10 @@ class RankPool:
 
         Args:
             world_size: Number of ranks.
-            fn: A function at module level. It asks torch.distributed for its rank.
+            fn: A function at module level, which can query torch.distributed for its rank.
             *args: Its arguments.
             **options: Its arguments by name, and options of the pool: ``distributed`` (False, with one rank only: no process group),
-                ``fresh`` (True: a new process group even if the living one would do), ``seconds`` (time limit of a rank).
+                ``fresh`` (True: a new process group even if the current one could be used), ``seconds`` (time limit of a rank).
         """
         __tracebackhide__ = True  # the ranks' tracebacks show the place
         replies = self._ask(world_size, self._grace_seconds, fn, *args, **options)
@@ -165,24 +165,24 @@ class RankPool:
         return replies
 
     def errors(self, world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[RankError]:
-        """Call a function as ``run`` does and return each rank's error, in rank order. A rank that returns fails the test."""
+        """Call a function like ``run`` and return each rank's error, in rank order. A rank that returns fails the test."""
         __tracebackhide__ = True
         replies = self._ask(world_size, options.get("seconds", TASK_SECONDS), fn, *args, **options)
-        self._team(world_size).key = None  # the next test needs a group without the rests of an error
+        self._team(world_size).key = None  # the next test needs a group without remains of an error
         odd = [rank for rank, reply in enumerate(replies) if not isinstance(reply, RankError)]
         if odd:
             raise RankFailure(_account(f"{fn.__qualname__} did not raise on rank(s) {odd} of {world_size}", replies))
         return [reply for reply in replies if isinstance(reply, RankError)]
 
     def pids(self, world_size: int) -> list[int | None]:
-        """Return the process id of each worker that serves so many ranks, None for one that has died."""
+        """Return the process id of each worker that serves this number of ranks, or None for one that has died."""
         return [worker.process.pid if worker else None for worker in self._team(world_size).workers]
 
     def close(self) -> None:
         """End the workers (they leave their groups and save their coverage) and remove their files."""
         living = [worker for team in self._teams.values() for worker in team.workers if worker]
         for worker in living:
-            worker.pipe.close()  # a worker that finds its pipe closed ends
+            worker.pipe.close()  # a worker exits when its pipe is closed
         for worker in living:
             worker.process.join(10)
             if worker.process.is_alive():
@@ -203,7 +203,7 @@ class RankPool:
         seconds: float = TASK_SECONDS,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call a function on each rank. The answer is its result, or a ``Failure``."""
+        """Call a function on each rank, and return each rank's result or a ``Failure``."""
         assert distributed or world_size == 1, "several ranks without a process group are not a world"
         team, key = self._team(world_size), world_size if distributed else 0
         if fresh or key != team.key:
@@ -215,7 +215,7 @@ class RankPool:
         for worker in workers:
             worker.pipe.send_bytes(pickle.dumps(task))
         answers = collect_answers(workers, seconds, grace)
-        # where all silent ones stand, before the end of one moves another
+        # record the stacks of all silent workers before ending one affects another
         for rank, worker in enumerate(workers):
             if rank not in answers:
                 worker.ask_for_stack()
@@ -248,7 +248,7 @@ class RankPool:
         return worker
 
     def _end(self, team: _Team, rank: int, failure: Failure) -> Failure:
-        """End a lost worker and return its failure with its story. The next task starts another."""
+        """End a lost worker and return its failure with its log. The next task starts a new worker."""
         worker = team.workers[rank]
         assert worker is not None
         team.key, team.workers[rank] = None, None
@@ -290,7 +290,7 @@ def _account(title: str, replies: Sequence[Any]) -> str:
 
 
 def _portable_filters() -> list[tuple[str, str, Any, str, int]]:
-    """Return the warning filters of the calling test, marks included, as arguments of `warnings.filterwarnings`."""
+    """Return the warning filters of the calling test, including marks, as arguments of `warnings.filterwarnings`."""
 
     def pattern(entry: Any) -> str:
         if entry is None:
@@ -307,26 +307,26 @@ def _portable_filters() -> list[tuple[str, str, Any, str, int]]:
 
 
 def serve(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None:
-    """Answer one task after the other until the pool closes the pipe."""
+    """Process one task after the other until the pool closes the pipe."""
     redirect_output(Path(home) / "log")
     threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
-    sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests again
-    os.chdir(home)  # files in the working directory go when the pool goes
-    multiprocessing.set_start_method(None, force=True)  # that of the platform, not the one of the pool
-    sys.argv = ["rank"]  # pytest's arguments are not the test's
+    sys.dont_write_bytecode = False  # otherwise each of a dozen processes would compile every test file again
+    os.chdir(home)  # files in the working directory are deleted with the pool
+    multiprocessing.set_start_method(None, force=True)  # the platform's default instead of the pool's method
+    sys.argv = ["rank"]  # do not pass pytest's arguments on to the test
     torch.set_num_threads(1)
     look_for_plugins_once()
     seed_no_absent_devices()
-    gc.freeze()  # objects of torch and Lightning stay: the collector need not look at them again
+    gc.freeze()  # objects of torch and Lightning live forever, so the collector can skip them
     generation = 0
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the pool has closed our pipe, or is gone
+        except EOFError:  # the pool has closed our pipe, or has exited
             break
         os.ftruncate(2, 0)  # the log holds one task
         if task.generation != generation:
-            # a rank that fails here ends: torch would number its later groups otherwise than its peers do
+            # a rank that fails at this point exits, because torch would number its later groups differently from its peers
             _leave_group()
             if task.world_size:
                 process_groups.join(task.store, rank, task.world_size, backend="gloo", timeout=GROUP_TIMEOUT)
@@ -334,16 +334,16 @@ def serve(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> Non
         started = time.monotonic()
         try:
             message = pickle.dumps(_call(task))
-        except BaseException as error:  # the test judges it, SystemExit too
+        except BaseException as error:  # evaluated by the test, including SystemExit
             message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
         pipe.send_bytes(message)
     _leave_group()
 
 
 def look_for_plugins_once() -> None:
-    """Let Lightning go through the installed packages once per process. Each Trainer does, which is half the time of a small fit.
+    """Make Lightning scan the installed packages once per process. Each Trainer does this, which is half the time of a small fit.
 
-    Plugins are loaded here, because the processes of an audit are forks and each would load them again.
+    Plugins are loaded immediately, because the processes of an audit are forks and each would load them again.
     """
     from lightning.fabric.utilities import registry as lightning_registry
 
@@ -355,9 +355,9 @@ def look_for_plugins_once() -> None:
 
 
 def seed_no_absent_devices() -> None:
-    """Have `torch.manual_seed` pass over kinds of devices that are not here.
+    """Make `torch.manual_seed` skip kinds of devices that are not available.
 
-    For each it keeps a stack trace, in case the device is used later: that takes a hundred times as long as the seeding.
+    For each of them it stores a stack trace, in case the device is used later, which takes a hundred times as long as the seeding.
     """
     devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
     for device in devices:
@@ -366,9 +366,9 @@ def seed_no_absent_devices() -> None:
 
 
 def _write_stacks(asked: Connection) -> None:
-    """Write where each thread is to the log whenever the pool asks, and on Linux the number of the main thread's system call.
+    """Write each thread's stack to the log whenever the pool requests it, and on Linux the number of the main thread's system call.
 
-    No signal could ask: Lightning takes every handler away that Python does not know of when a fit ends, those of faulthandler too.
+    A signal cannot be used: when a fit ends, Lightning removes every handler that Python did not register, including faulthandler's.
     """
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -382,11 +382,11 @@ def _write_stacks(asked: Connection) -> None:
 
 def _leave_group() -> None:
     if process_groups.is_distributed():
-        process_groups.close(world=True)  # all groups that were made under it too
-        # now, when all ranks leave: a group with an unmet message waits until its peers are gone
+        process_groups.close(world=True)  # including all groups that were created under it
+        # collect now, while all ranks leave: a group with an unmatched message waits until its peers have exited
         gc.collect()
-        gc.freeze()  # the rest is modules: the next group's end need not go through them again
-        # DTensor's cache of meshes names groups of this world
+        gc.freeze()  # the remaining objects are modules, which the next collection can skip
+        # DTensor's cache of meshes refers to groups of this world
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor import debug
 
@@ -444,12 +444,12 @@ class Ranks:
         """Call ``fn(*args, **kwargs)`` on each rank of a gloo group and return the results in rank order.
 
         Args:
-            fn: A function of a module: it is sent to processes.
+            fn: A function of a module, because it is sent to processes.
             *args: Its arguments.
             **kwargs: Its arguments by name.
 
         Raises:
-            RankFailure: a rank raised, died or hangs. Each rank's story is in the text.
+            RankFailure: a rank raised, died or hangs. The text contains each rank's report.
         """
         __tracebackhide__ = True
         return self._pool.run(self.count, fn, *args, **kwargs)
@@ -457,7 +457,7 @@ class Ranks:
     def assert_parity(
         self, build: Callable[[], Any], step: Callable[..., Any] | None = None, batches: Any = None, **options: Any
     ) -> AuditReport:
-        """Fail the test if a loop on these ranks is not that of one process. The arguments are those of ``parity``.
+        """Fail the test if a loop on these ranks is not equal to one process. The arguments are the same as for ``parity``.
 
         Raises:
             AssertionError: with the report as its text.
@@ -470,7 +470,7 @@ class Ranks:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Return the rank processes of this test run."""
+    """Provide the rank processes of this test run."""
     ranks = RankPool()
     yield ranks
     ranks.close()
@@ -478,5 +478,5 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def ddp_ranks(pool: RankPool) -> Callable[[int], Ranks]:
-    """Return a function from a number of ranks to ``Ranks``."""
+    """Provide a function that returns ``Ranks`` for a number of ranks."""
     return lambda count: Ranks(pool, count)

@@ -1,13 +1,13 @@
 """The command line: `ddp-losses fit|validate|test|predict|audit --config X` trains any LightningModule with exact distributed losses.
 
-`ddp-losses parity` compares loops without a Trainer, `certify` tells whether DDP is right for a loss, `explain` is the manual, `configs`
-lists the configs that come with the package, `doctor` looks at the installation.
+`ddp-losses parity` compares loops without a Trainer, `certify` shows whether DDP is right for a loss, `explain` is the manual, `configs`
+lists the configs included in the package, `doctor` checks the installation.
 
-LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
-wrong before training is found before anything is written.
+It is LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. Errors that can be detected
+before training are reported before anything is written.
 
 A config is a program: `class_path` imports the module that it names and calls the class, and so do options of callbacks, loggers and
-data. Run no config that you would not run as a script. `ddp-losses explain security` lists everything that is trusted.
+data. Do not run a config that you would not run as a script. `ddp-losses explain security` lists everything that is trusted.
 
 `ddp-losses audit --config X` takes the config of `fit`. Exit status: 0 equal, 1 different, 2 could not run.
 """
@@ -51,13 +51,13 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, expect
 
 QUIET = (
-    ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
+    ".*does not have many workers which may be a bottleneck.*",  # each rank reads arrays faster itself
     "The number of training batches .* is smaller than the logging interval",  # losses are logged once an epoch
-    "The dirpath has changed from",  # each run has a folder of its own, also one that starts from a checkpoint
-    "Total length of `list` across ranks is zero",  # the user holds no rows out
+    "The dirpath has changed from",  # each run has a separate folder, even if it starts from a checkpoint
+    "Total length of `list` across ranks is zero",  # the user does not hold out any rows
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13, and a user cannot change it
 )
-"""Messages of warnings that the command line leaves out."""
+"""Messages of warnings that the command line hides."""
 
 DESCRIPTION = "Train on N GPUs and get the gradients you would get on one: LightningCLI with exact distributed losses."
 MORE_COMMANDS = (
@@ -74,15 +74,15 @@ class LossCLI(LightningCLI):
 
     It takes all arguments of LightningCLI. In your own `cli.py`, ``LossCLI(MyModule, MyData)`` reads the configs that
     ``LightningCLI(MyModule, MyData)`` reads, and ``python cli.py audit --config X`` audits them. Without a class, model and data
-    are given by `class_path`. Output goes to a new folder under ``logs/`` for each run, with the config in it. No option is
-    filled in from another one: jsonargparse would replace the user's value without a word, and leave it out of the saved
-    config and of the checkpoint's hyperparameters.
+    are given by `class_path`. Output goes to a new folder under ``logs/`` for each run, including its config. No option is
+    filled in from another one: jsonargparse would silently replace the user's value, and omit it from the saved
+    config and from the checkpoint's hyperparameters.
 
     Args:
         model_class: The LightningModule, or a function that makes one. If None, a config names it.
         datamodule_class: The data module, or a function that makes one. If None, a config names it.
         *further: Further arguments of LightningCLI, by position.
-        **options: Further arguments of LightningCLI, by name. Its defaults, but for these: trainer_defaults (a CSV log, 10
+        **options: Further arguments of LightningCLI, by name. Its defaults apply except for these: trainer_defaults (a CSV log, 10
             epochs, strategy ``ddp_losses``, and yours are added), seed_everything_default 0, configs of a run overwritten
             in the folder that it names, and ``--optimizer`` only with a `model_class`.
 
@@ -90,11 +90,11 @@ class LossCLI(LightningCLI):
         exit_status: Exit status for a script (`sys.exit`): 1 after an audit that found a difference, else 0.
 
     Raises:
-        ConfigurationError: No device, or a global batch that does not divide into the ranks.
+        ConfigurationError: No device, or a global batch that is not divisible by the ranks.
     """
 
     def __init__(self, model_class: Any = None, datamodule_class: Any = None, *further: Any, **options: Any) -> None:
-        # LightningCLI's arguments by name, however they came
+        # LightningCLI's arguments by name, whether they were passed by position or by name
         signature = inspect.signature(LightningCLI.__init__)
         given = signature.bind(self, model_class, datamodule_class, *further, **options).arguments
         del given["self"]
@@ -102,11 +102,11 @@ class LossCLI(LightningCLI):
         trainer_class = given.get("trainer_class", Trainer)
         given["trainer_defaults"] = _trainer_defaults(trainer_class) | (given.get("trainer_defaults") or {})
         given.setdefault("seed_everything_default", 0)
-        # for a class_path, one learning rate would replace those of encoder and loss
+        # with a class_path, a single learning rate would replace the separate rates of encoder and loss
         given.setdefault("auto_configure_optimizers", model_class is not None)
-        # each run has a new folder unless one is named
+        # each run has a new folder unless it names one
         given.setdefault("save_config_kwargs", {"overwrite": True})
-        # a subcommand is a method of the class that the parser reads, and the trainer itself stays the user's
+        # a subcommand is a method of the class that the parser reads, whereas the user's trainer class is not changed
         self._trainer_to_make = trainer_class
         given["trainer_class"] = with_audit(trainer_class)
         self.exit_status = 0
@@ -114,11 +114,11 @@ class LossCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's, and the audit."""
+        """Return Lightning's subcommands and the audit."""
         return {**LightningCLI.subcommands(), "audit": {"model", "datamodule"}}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add trainer, model and data. Lightning's headings of model and data are half a sentence of their base classes."""
+        """Add trainer, model and data, replacing Lightning's headings of model and data, which are truncated sentences."""
         super().add_core_arguments_to_parser(parser)
         for name, heading in (("model", "The LightningModule"), ("data", "The data")):
             if getattr(self, f"subclass_mode_{name}") and name in (groups := parser.groups or {}):
@@ -131,12 +131,12 @@ class LossCLI(LightningCLI):
         parser.usage = "ddp-losses audit --config CONFIG [--audit.OPTION VALUE] [--OPTION VALUE] ..."
         parser.add_class_arguments(AuditOptions, "audit")  # first in the help
         self._add_arguments(parser)
-        for option in ("ckpt_path", "weights_only"):  # a config saved by fit also holds these
+        for option in ("ckpt_path", "weights_only"):  # a config saved by fit also contains these
             parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007 - as above
         return parser
 
     def before_instantiate_classes(self) -> None:
-        """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""
+        """Report sizes that a loss requires and that are missing, because jsonargparse accepts None for untyped parameters."""
         path = "init_args.loss" if self.subclass_mode_model else "loss"
         model = self._get(self.config, "model") or {}
         while sizes := model.get(f"{path}.init_args"):
@@ -145,30 +145,30 @@ class LossCLI(LightningCLI):
                 if is_missing and _is_required(model.get(f"{path}.class_path"), name):
                     what, fix = f"model.{path}.init_args.{name}", "Set it in the config."
                     raise ConfigurationError(what, expected="a number", got="nothing", fix=fix)
-            path += ".init_args.loss"  # of a loss around a loss
+            path += ".init_args.loss"  # continue with the loss inside a wrapping loss
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer, with a progress bar that every terminal can show and the report at the end."""
+        """Make the trainer, with a progress bar that every terminal supports and the report at the end."""
         config = self._get(self.config_init, "trainer", default={})
         fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
         has_ranks = config.get("devices") not in (0, "0")
         expect(has_ranks, "trainer.devices", expected="1 or more ranks", got=0, fix=fix)
         self.trainer_class = self._trainer_to_make
-        if "callbacks" in config:  # a function that makes trainers may take none
+        if "callbacks" in config:  # a function that makes trainers may not accept any
             callbacks = _as_list(kwargs.pop("callbacks", config.get("callbacks")))
             has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
             if config.get("enable_progress_bar", False) is not False and not has_bar:
-                callbacks.append(TQDMProgressBar(refresh_rate=10))  # needs a carriage return only
+                callbacks.append(TQDMProgressBar(refresh_rate=10))  # only needs a carriage return
             kwargs["callbacks"] = [*callbacks, RunReport()]
         try:
             return super().instantiate_trainer(**kwargs)
-        except ValueError as error:  # a strategy or precision that Lightning does not know
+        except ValueError as error:  # a strategy or precision that is unknown to Lightning
             raise ConfigurationError(f"trainer: {error}") from error
 
     def instantiate_classes(self) -> None:
-        """Make model, data and trainer. Raise our own errors as they are, not inside jsonargparse's report about types."""
+        """Make model, data and trainer, and raise our own errors unchanged instead of inside jsonargparse's report about types."""
         try:
-            if self.subcommand == "audit":  # its trainers are made in processes of their own
+            if self.subcommand == "audit":  # its trainers are made in separate processes
                 self.config_init = self.parser.instantiate(self.config)
                 self.model = self._get(self.config_init, "model")
                 self.datamodule = self._get(self.config_init, "data")
@@ -190,7 +190,7 @@ class LossCLI(LightningCLI):
         data.check(ranks, str(self.subcommand))
 
     def _audit_options(self) -> tuple[AuditOptions, dict[str, Any]]:
-        """Return the audit's options, and the trainer's with all callbacks that a fit would have but our report."""
+        """Return the audit's options, and the trainer's options with all callbacks of a fit except our report."""
         trainer = dict(self._get(self.config_init, "trainer", default={}))
         callbacks = _as_list(trainer.get("callbacks"))
         callbacks += [self._get(self.config_init, key) for key in self._subcommand_parsers["audit"].callback_keys]
@@ -213,9 +213,9 @@ class AuditOptions:
     Args:
         devices: Number of ranks. Default: the trainer's, and at least 2.
         steps: Optimizer steps.
-        tolerance: Largest relative error that is no finding. Default: estimated from the precision.
+        tolerance: Largest relative error that is not reported. Default: estimated from the precision.
         randomness: global: all ranks draw what one process draws. rank: each draws from its own generators. Default: as the strategy does.
-        without: Features switched off on both sides: batch_norm, precision, uneven.
+        without: Features disabled on both sides: batch_norm, precision, uneven.
         deterministic: Deterministic algorithms only.
         timeout_seconds: Time limit of each run.
         output: Folder for report.html, report.json and ratios.png. Each audit gets a new one inside it.
@@ -232,7 +232,7 @@ class AuditOptions:
 
 
 def _trainer_defaults(trainer_class: Any) -> dict[str, Any]:
-    """Return our defaults of a trainer. A function that makes trainers gets only those that it accepts."""
+    """Return our defaults for a trainer. For a function that makes trainers, only those that it accepts."""
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "name": "fit"}}
     defaults = {"logger": logger, "max_epochs": 10, "log_every_n_steps": 10, "strategy": "ddp_losses"}
     if isinstance(trainer_class, type):
@@ -249,7 +249,7 @@ def _as_list(callbacks: Any) -> list[Any]:
 
 
 def _is_required(class_path: Any, parameter: str) -> bool:
-    """Return whether a class has no default for a parameter."""
+    """Return whether a parameter of a class does not have a default."""
     signature = inspect.signature(pydoc.locate(str(class_path)))  # type: ignore[arg-type]
     return parameter in signature.parameters and signature.parameters[parameter].default is inspect.Parameter.empty
 
@@ -259,7 +259,7 @@ def _audit(self: Trainer) -> None:
 
 
 def with_audit(trainer_class: Any) -> type[Trainer]:
-    """Return a class with a method for each subcommand. Only the parser reads it, and the first line of each docstring is its help.
+    """Return a class with a method for each subcommand, which only the parser reads, using the first line of each docstring as help.
 
     Args:
         trainer_class: A subclass of Trainer, or a function that makes a trainer.
@@ -270,7 +270,7 @@ def with_audit(trainer_class: Any) -> type[Trainer]:
 
 
 def _with_whole_summary(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method to read, with the first paragraph of its docstring in one line."""
+    """Return a method for the parser to read, with the first paragraph of its docstring joined to one line."""
     summary, *sections = (inspect.getdoc(method) or "").split("\n\n")
     read = functools.wraps(method)(lambda *_, **__: None)
     read.__doc__ = "\n\n".join([" ".join(summary.split()), *sections])
@@ -289,7 +289,7 @@ def run_audit(
         options: Options of the audit.
         ckpt_path: A checkpoint to start from.
     """
-    # options that the config sets, and the audit's defaults for the others
+    # options that the config sets, and the audit's defaults for all other options
     given = {name: value for name, value in trainer.items() if value is not None}
     strategy = given.pop("strategy", "ddp_losses")
     asked = vars(options) | {"devices": devices_of(options, trainer)}
@@ -305,7 +305,7 @@ def _new_name(root: Path) -> Path:
 
 
 def devices_of(options: AuditOptions, trainer: dict[str, Any]) -> int:
-    """Return the number of ranks: the option, or the trainer's, or 2."""
+    """Return the number of ranks: the option, otherwise the trainer's, otherwise 2."""
     if options.devices is not None:
         return options.devices
     given = trainer.get("devices")
@@ -322,10 +322,10 @@ def run_parity(arguments: Sequence[str]) -> int:
     """Compare a loop's ranks with one process, show the report and return the exit status.
 
     Args:
-        arguments: Those that follow ``ddp-losses parity``.
+        arguments: Arguments after ``ddp-losses parity``.
     """
     given = vars(_parity_parser().parse_args(arguments))
-    sys.path.insert(0, os.getcwd())  # the console script does not look there
+    sys.path.insert(0, os.getcwd())  # not on the path of a console script
     output = given.pop("output")
     report = parity(**_parity_options(given))
     show_report(report, None if output is None else Path(output))
@@ -333,14 +333,14 @@ def run_parity(arguments: Sequence[str]) -> int:
 
 
 def _parity_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``parity``, read and imported."""
+    """Return the arguments of ``parity``, parsed and imported."""
     form = "loop" if given.pop("loop") else "step"
     function = named("ddp-losses parity", given.pop("function"))
     options = given | {"build": named("ddp-losses parity", given["build"]), form: function}
     batches = named("ddp-losses parity", given["batches"])
     if callable(batches):
         parameters = inspect.signature(batches).parameters.values()
-        if all(parameter.default is not parameter.empty for parameter in parameters):  # it needs no rank
+        if all(parameter.default is not parameter.empty for parameter in parameters):  # it does not need the rank
             batches = batches()
     options |= {name: _DTYPES[given[name]] for name in ("dtype", "precision")}
     if given["splits"] not in ("even", "uneven"):
@@ -353,11 +353,11 @@ def _parity_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_report(report: AuditReport, folder: Path | None) -> None:
-    """Print a report, and write it down as report.html, report.json and ratios.png.
+    """Print a report, and write report.html, report.json and ratios.png.
 
     Args:
         report: Report of an audit.
-        folder: Folder of the files. None: write no files.
+        folder: Folder of the files. If None, no files are written.
     """
     console = Console()
     console.print(report, highlight=False)
@@ -410,14 +410,14 @@ COMPARING = ("audit", "parity", "certify")
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
-    """Return the config files that a command line names. The parser reports one that cannot be read."""
+    """Return the existing config files that a command line names. The parser reports the others."""
     return [Path(config) for _, _, config in named_configs(arguments) if os.path.isfile(config)]
 
 
 def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
-    """Let a config name classes of modules in its own folder or in the current one.
+    """Make modules in a config's own folder and in the current folder importable for the config.
 
-    The console script has neither on its path. Both go to the end: a file there hides no installed package.
+    The console script has neither on its path. Both are appended at the end, so that a file in them does not hide an installed package.
 
     Args:
         path: Python's list of module folders (`sys.path`).
@@ -430,7 +430,7 @@ def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
 
 
 def missing_class_path(arguments: Sequence[str]) -> str:
-    """Return advice if a config gives its model no class, as configs of a user's own command line do. Else return an empty text."""
+    """Return advice if a config's model has no class_path, as in configs of a user's own command line, otherwise an empty text."""
     for file in config_files(arguments):
         config = None
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
@@ -446,24 +446,24 @@ def missing_class_path(arguments: Sequence[str]) -> str:
 
 
 def replace_letters_that_the_terminal_lacks() -> None:
-    """Let an encoding such as ascii show a question mark in place of a letter that it does not have, instead of an error."""
+    """Show a question mark for a letter that the terminal's encoding (such as ascii) does not have, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def note_left_over_variables(error: Exception) -> None:
-    """Add variables of a launcher to an error of the start: Lightning reads them when it makes the Trainer."""
+    """Add a launcher's variables to an error during start-up, because Lightning reads them when it makes the Trainer."""
     if not dist.is_initialized():
         for sentence in launch_variables.left_over():
             error.add_note(f"{sentence} {launch_variables.ADVICE}")
 
 
 def main() -> None:
-    """Run the console script: a mistake of the user's ends in its message, not in a traceback.
+    """Run the console script, printing a user's mistake as a message without a traceback.
 
     Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
-    command line that cannot be read, or an audit that could not run.
+    command line that cannot be parsed, or an audit that could not run.
     """
     replace_letters_that_the_terminal_lacks()
     if sys.argv[1:] == ["--version"]:
@@ -476,13 +476,13 @@ def main() -> None:
     try:
         if command in COMMANDS:  # without training
             sys.exit(COMMANDS[command](sys.argv[2:]))
-        # a config of the package is given by name, and started ranks get its path
+        # a config of the package is given by name, and started ranks receive its path
         sys.argv[1:] = with_shipped_configs(sys.argv[1:])
         extend_module_path_(sys.path, sys.argv[1:])
         described = {"prog": "ddp-losses", "description": DESCRIPTION, "epilog": MORE_COMMANDS}
         status = LossCLI(parser_kwargs=described).exit_status
     except SystemExit as stop:
-        if stop.code == 2:  # a command line or a config that the parser refused
+        if stop.code == 2:  # a command line or a config that the parser rejected
             sys.stderr.write(missing_class_path(sys.argv[1:]))
         raise
     except (DDPLossError, MisconfigurationException) as error:

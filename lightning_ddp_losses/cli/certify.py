@@ -1,6 +1,6 @@
 """`ddp-losses certify module:function`: is plain DDP right for a loss, and if not, which line?
 
-`named` imports what a command line names.
+`named` imports the object that a command line names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_ddp_losses.losses import certify
 
 
 def run_certify(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Certify a loss, show the certificate, and return the exit status: 0 if it is right for ranks with equally many rows, else 1.
+    """Certify a loss, show the certificate, and return the exit status: 0 if it is right for equal numbers of rows per rank, else 1.
 
     Args:
         arguments: Arguments after ``ddp-losses certify``.
@@ -36,7 +36,7 @@ def run_certify(arguments: Sequence[str], console: Console | None = None) -> int
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     given = parser.parse_args(arguments)
-    sys.path.insert(0, os.getcwd())  # the console script does not look there
+    sys.path.insert(0, os.getcwd())  # not on the path of a console script
     function = named("ddp-losses certify", given.function)
     what = f"ddp-losses certify {given.function}"
     expect(callable(function), what, expected="a function", got=type(function).__name__)
@@ -53,14 +53,14 @@ def run_certify(arguments: Sequence[str], console: Console | None = None) -> int
 
 
 def named(command: str, place: str) -> Any:
-    """Return the object that ``my_module:name`` names.
+    """Return the object referred to by ``my_module:name``.
 
     Args:
         command: The command that the user typed.
         place: Module and name.
 
     Raises:
-        ConfigurationError: Another form, a module that is not there, or one without the name.
+        ConfigurationError: Another form, a module that does not exist, or one without the name.
     """
     module, colon, name = place.partition(":")
     expect(bool(colon and module and name), command, expected="my_module:name", got=place)

@@ -1,6 +1,6 @@
-"""`ddp-losses configs`: the configs that come with the package, which `ddp-losses fit --config NAME` finds by name.
+"""`ddp-losses configs`: the configs included in the package, which `ddp-losses fit --config NAME` finds by name.
 
-They lie in the folder ``configs`` at the top of the repository. A wheel holds them inside the package.
+They are stored in the folder ``configs`` at the top of the repository, and in a wheel inside the package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rich.table import Table
 from lightning_ddp_losses.errors import expect
 
 _PACKAGE = Path(__file__).parents[1]
-# of an installed wheel, and of a checkout
+# folder in an installed wheel, and in a checkout
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the configs that come with the package by name, without the ending."""
+    """Return the configs included in the package by name, without the ending."""
     for folder in _FOLDERS:
         found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
         if found:
@@ -41,9 +41,9 @@ def summary_of(config: Path) -> str:
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with the full paths of configs that come with the package.
+    """Return a command line with the full paths of configs included in the package.
 
-    A file of the user's goes first. ``digits_arcface``, ``digits_arcface.yaml`` and ``configs/digits_arcface.yaml`` name the same.
+    A user's file takes precedence. ``digits_arcface``, ``digits_arcface.yaml`` and ``configs/digits_arcface.yaml`` are equivalent.
 
     Args:
         arguments: Arguments of ``ddp-losses``.
@@ -58,7 +58,7 @@ def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
 
 
 def named_configs(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Yield the place of each config on a command line, the option if it stands in the same argument, and the config's name."""
+    """Yield the index of each config on a command line, the option if it is part of the same argument, and the config's name."""
     for place, (before, argument) in enumerate(zip(("", *arguments), arguments, strict=False)):
         attached = re.fullmatch("(--config=|-c=?)(.+)", argument, flags=re.DOTALL)
         if attached is not None:
@@ -74,7 +74,7 @@ def _full_path(given: str) -> str:
         return given
     if path.stem in shipped:
         return str(shipped[path.stem])
-    # a text of YAML is no name
+    # a text of YAML is not a name
     near = difflib.get_close_matches(path.stem, shipped, n=1)
     expect(
         not re.fullmatch(r"[\w-]+(\.ya?ml)?", path.name),
@@ -94,14 +94,14 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
         console: Console of the list. Default: standard output.
 
     Raises:
-        ConfigurationError: A name that no config has, or a file that is there already.
+        ConfigurationError: A name that does not belong to a config, or a file that already exists.
     """
     parser = argparse.ArgumentParser(prog="ddp-losses configs", description="The configs that come with the package.")
     parser.add_argument("name", nargs="*", help="which; none: all")
     parser.add_argument("--copy", metavar="FOLDER", type=Path, help="copy them there, to change them")
     given = parser.parse_args(arguments)
     shipped, console = shipped_configs(), console or Console()
-    # which
+    # selected configs
     names = [Path(name).stem for name in given.name] or list(shipped)
     unknown = [name for name in names if name not in shipped]
     expect(not unknown, "ddp-losses configs", expected=f"names out of {', '.join(shipped)}", got=", ".join(unknown))

@@ -26,21 +26,21 @@ from lightning_ddp_losses.core import launch_variables
 from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
-# variables that ranks find each other with, by their first letters. None of them holds a secret.
+# environment variables for communication between ranks, by their prefixes. They do not contain secrets.
 _VARIABLES = re.compile("MASTER_|WORLD_SIZE|RANK|LOCAL_|NODE_RANK|GLOO_|NCCL_|TORCH_|CUDA_|OMP_|SLURM_JOB_ID|SLURM_N")
 ReportLine = tuple[str, str, bool]
-"""A line of the report: its name, its value, and whether that is a fault."""
+"""A line of the report: its name, its value, and whether it is a fault."""
 
 
 def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Show the report. Return the exit status: 1 if something does not work.
+    """Show the report and return the exit status: 1 if something does not work.
 
     Args:
         arguments: Command line after ``ddp-losses doctor``.
         console: Console of the report. Default: standard output.
     """
     argparse.ArgumentParser(prog="ddp-losses doctor", description=__doc__).parse_args(arguments)
-    # the environment before our ranks change it, and the ranks before the accelerator, which forbids a fork
+    # read the environment before our ranks change it, and start the ranks before using the accelerator, which forbids a fork
     variables = " ".join(f"{name}={value}" for name, value in os.environ.items() if _VARIABLES.match(name))
     left_over = launch_variables.left_over()
     ranks = two_ranks()
@@ -64,7 +64,7 @@ def version_line() -> str:
 
 
 def versions() -> Iterator[ReportLine]:
-    """Yield the versions of this package, of Python and of each requirement. A requirement that is not met is a fault."""
+    """Yield the versions of this package, of Python and of each requirement. An unmet requirement is a fault."""
     yield "ddp-losses", __version__, False
     yield "Python", f"{platform.python_version()}, {platform.platform()}", False
     rows = requirements.read()
@@ -84,7 +84,7 @@ def machine() -> Iterator[ReportLine]:
     yield "accelerators", f"{torch.accelerator.device_count()} ({torch.accelerator.current_accelerator()})", False
     backends = filter(torch.distributed.is_backend_available, ("gloo", "nccl", "mpi", "ucc"))
     yield "backends", ", ".join(backends), False
-    # ranks of other hosts find this one by its address
+    # ranks on other hosts find this one by its address
     address = "no address: set GLOO_SOCKET_IFNAME to an interface"
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
@@ -96,18 +96,18 @@ def machine() -> Iterator[ReportLine]:
 
 
 def two_ranks() -> ReportLine:
-    """Start two ranks under gloo, with three rows and five, and compare their gradient with that of one process."""
+    """Start two ranks under gloo, with three and five rows, and compare their gradient with the gradient of one process."""
     torch.manual_seed(0)
     batch = {"rows": torch.randn(8, 6), "labels": torch.arange(8) % 3}
     try:
         report = parity(lambda: torch.nn.Linear(6, 4), supcon, [batch], splits=[3, 5])
-    except Exception as failure:  # anything that the installation lacks
+    except Exception as failure:  # anything missing in the installation
         return "two ranks", f"failed: {type(failure).__name__}: {str(failure).strip()[-400:]}", True
     is_fault, error = not report.equal, max(row.error for row in report.rows)
     return "two ranks", f"{'not ' * is_fault}the gradient of one process, error {error:.1e}, gloo", is_fault
 
 
 def supcon(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss of the rows of all ranks."""
+    """Return the loss over the rows of all ranks."""
     loss: torch.Tensor = GlobalBatchLoss(SupConLoss())(model(batch["rows"]), batch["labels"])
     return loss

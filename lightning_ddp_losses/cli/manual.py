@@ -1,13 +1,13 @@
 """The manual: its pages as Markdown, and ``ddp-losses explain TOPIC``, which shows them in the terminal.
 
 A topic is a known fault (``F24``), a symptom (``hang``), a kind of reader (``tokens``), a public name (``GlobalBatchLoss``), or a host or
-peer (``torchrun``, also ``migrate torchrun``). ``--all`` lists the faults by how they show. Any other words are searched for (``search``),
-and the three pages that fit best are shown with a line each.
+peer (``torchrun``, also ``migrate torchrun``). ``--all`` lists the faults by symptom. Any other words are searched for (``search``), and
+the three best matching pages are listed with a line each.
 
-One text of each page serves the terminal and the HTML manual (``nox -s docs``). Faults come from ``faults.yaml``, names from their
-docstrings, all other pages from Markdown files: ``pages/<peer>.md`` is a recipe, ``pages/readers`` has a page for each kind of reader,
-and ``pages/about`` the rest. The first line of a file is its title. A line ``{faults: F20, F24}``, ``{recipes: pml}`` or
-``{losses: SupCon}`` of a reader's page stands for the lines of these faults, recipes and losses.
+The text of each page is used in the terminal and in the HTML manual (``nox -s docs``). Faults are read from ``faults.yaml``, names from
+their docstrings, and all other pages from Markdown files: ``pages/<peer>.md`` is a recipe, ``pages/readers`` has a page for each kind of
+reader, and ``pages/about`` all remaining pages. The first line of a file is its title. A line ``{faults: F20, F24}``, ``{recipes: pml}`` or
+``{losses: SupCon}`` of a reader's page is replaced by the lines of these faults, recipes and losses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 from lightning_ddp_losses.errors import expect
 
 PACKAGE = "lightning_ddp_losses"
-# modules of public names, the documented one of a name first
+# modules with public names. If a name is in several, the first one is documented
 PLACES = (
     PACKAGE,
     f"{PACKAGE}.collectives",
@@ -64,7 +64,7 @@ HOSTS = (
     ),
     *("sentence_transformers", "slurm", "torchrun", "wandb"),
 )
-"""Recipes of the programs that a loop runs in. The others start from a library of losses or metrics, or from a formula."""
+"""Recipes of the programs that run the loop. All other recipes start from a library of losses or metrics, or from a formula."""
 
 # ---------------------------------------------------------------------- faults
 
@@ -73,7 +73,7 @@ def fault_page(fault: str) -> str:
     """Return the page of one fault: symptom, effect, finder, fix, code before and after.
 
     Args:
-        fault: An id of the table, or a number that no fault has.
+        fault: An id of the table, or an unassigned number.
     """
     if fault in UNUSED:
         return f"# {fault}\n\n{UNUSED[fault]}\n"
@@ -93,10 +93,10 @@ def fault_page(fault: str) -> str:
 
 
 def fault_list(*shown: str) -> str:
-    """Return the list of faults, by how they show first.
+    """Return the list of faults, grouped by their first symptom.
 
     Args:
-        *shown: Keys of ``SYMPTOMS``. Default: all of them, and the numbers that no fault has.
+        *shown: Keys of ``SYMPTOMS``. Default: all of them, and the unassigned numbers.
     """
     parts = ["# Known faults, by how they show", "`ddp-losses explain F24` shows one of them."]
     for key in shown or SYMPTOMS:
@@ -107,12 +107,12 @@ def fault_list(*shown: str) -> str:
 
 
 def fault_lines(faults: Iterable[str]) -> str:
-    """Return a list of faults: how each shows, and what it is."""
+    """Return a list of faults, with the symptom and title of each."""
     return "\n".join(f"* `{fault}`: {FAULTS[fault].symptom} *{sentence(FAULTS[fault].title)}*" for fault in faults)
 
 
 def sentence(text: str) -> str:
-    """Begin with a capital letter and end with a full stop."""
+    """Capitalise the first letter and end with a full stop."""
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
@@ -122,7 +122,7 @@ def fenced(code: str) -> str:
 
 
 def linked(evidence: str) -> str:
-    """Return an address as a link, anything else as a sentence."""
+    """Return an address as a link, any other text as a sentence."""
     if evidence.startswith("https://"):
         return f"<{evidence}>"
     return sentence(evidence)
@@ -132,7 +132,7 @@ def linked(evidence: str) -> str:
 
 
 def recipes() -> dict[str, str]:
-    """Return the text of every recipe by the host or peer it starts from."""
+    """Return the text of every recipe by the host or peer from which it starts."""
     return _texts(PAGES)
 
 
@@ -151,7 +151,7 @@ _MADE = re.compile(r"^\{(faults|recipes|losses): (.+)\}$", re.MULTILINE)
 
 
 def _made_rows(line: re.Match[str]) -> str:
-    """Return the rows that a line of a reader's page stands for."""
+    """Return the rows that replace a line of a reader's page."""
     names = line[2].split(", ")
     if line[1] == "faults":
         return fault_lines(names)
@@ -201,7 +201,7 @@ def recipe_list() -> str:
 
 
 def public_names() -> dict[str, object]:
-    """Return every public class and function by its dotted name, as a user imports it. Each appears once, at its first place."""
+    """Return every public class and function by the dotted name from which a user imports it, each once, at its first place."""
     found: dict[str, object] = {}
     for place in PLACES:
         try:
@@ -223,7 +223,7 @@ def name_page(dotted: str, value: object) -> str:
     """Return the page of a public name: its import, its signature, its docstring.
 
     Args:
-        dotted: Its name with the module that a user imports it from.
+        dotted: Its name including the module from which a user imports it.
         value: The class or function.
     """
     module, _, name = dotted.rpartition(".")
@@ -232,13 +232,13 @@ def name_page(dotted: str, value: object) -> str:
 
 
 class _Plain(str):
-    """An annotation that is text already, shown without quotes."""
+    """An annotation that is already text, shown without quotes."""
 
     __repr__ = str.__str__
 
 
 def signature_text(name: str, value: object) -> str:
-    """Return a call as it is written: one line if it fits, else one line for each parameter."""
+    """Return a call in source form: one line if it fits, otherwise one line for each parameter."""
     try:
         signature = inspect.signature(value)  # type: ignore[arg-type]
     except ValueError:  # a class with the signature of its base in C
@@ -253,7 +253,7 @@ def signature_text(name: str, value: object) -> str:
     line = name + str(inspect.Signature(parameters, return_annotation=returns))
     if len(line) <= 88:
         return line
-    # the star stands before the first option that comes by name only
+    # the star precedes the first keyword-only option
     texts = [str(parameter) for parameter in parameters]
     kinds = [parameter.kind for parameter in parameters]
     if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -262,7 +262,7 @@ def signature_text(name: str, value: object) -> str:
     return f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + end
 
 
-# sections of a docstring. Each line of the first ones names something.
+# sections of a docstring. In the first group, each line describes a name
 _OF_NAMES = ("Args", "Attributes", "Raises", "Returns", "Yields")
 _OTHERS = ("Communication", "Equivalent to", "Example", "Examples", "Forward", "Gradient", "Legend", "Source")
 _SECTION = re.compile(rf"^({'|'.join(_OF_NAMES + _OTHERS)}):(?: (.*))?$", re.MULTILINE)
@@ -271,10 +271,10 @@ _CODE = re.compile(r"^ *>>>.*(?:\n(?! *$).+)*", re.MULTILINE)
 
 
 def docstring_as_markdown(docstring: str) -> str:
-    """Return a docstring as Markdown: sections with headings, arguments as lists, examples as code. No text is lost.
+    """Return a docstring as Markdown: sections with headings, arguments as lists, examples as code, without losing any text.
 
-    (``docstring_parser``, which jsonargparse brings, drops a section that has text on the line of its name, as ``Gradient:`` and
-    ``Communication:`` have here.)
+    (``docstring_parser``, which jsonargparse uses, drops a section that has text on the line of its name, such as our ``Gradient:`` and
+    ``Communication:``.)
 
     Args:
         docstring: Dedented, in Google's style.
@@ -292,13 +292,13 @@ def docstring_as_markdown(docstring: str) -> str:
 
 
 def _with_code(text: str) -> str:
-    """Return text with its examples as blocks of code, and the marks of Markdown for code elsewhere."""
+    """Return text with its examples as blocks of code, and with Markdown's marks for inline code."""
     return _CODE.sub(lambda found: f"\n```python\n{found[0]}\n```", text.replace("``", "`"))
 
 
 # ---------------------------------------------------------------------- ddp-losses explain
 
-_WIDEST = 110  # characters, as longer lines are hard to read
+_WIDEST = 110  # characters, because longer lines are hard to read
 _OVERVIEW = """# The manual
 
 ## What do you see?
@@ -336,7 +336,7 @@ _TABLE = re.compile(r"(?:^\|.+\n)+", re.MULTILINE)
 
 
 def _as_list(table: re.Match[str]) -> str:
-    """Return a wide table as a list with an entry for each row: columns that are narrower than a call break it inside a word."""
+    """Return a wide table as a list with an entry for each row, because columns narrower than a call would break it inside a word."""
     lines = table[0].splitlines()
     if max(map(len, lines)) < _WIDEST:
         return table[0]
@@ -348,7 +348,7 @@ def _as_list(table: re.Match[str]) -> str:
 
 
 def run_explain(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Show a page, or the pages that fit the words best. Return the exit status: 1 if there is none.
+    """Show a page, or the best matching pages for the words, and return the exit status: 1 if there is none.
 
     Args:
         arguments: Arguments after ``ddp-losses explain``.
@@ -362,14 +362,14 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
     parser.add_argument("--all", action="store_true", help="all known faults, by how they show")
     parser.add_argument("--save", metavar="FILE", help="write the page's code to a new file: .py, .yaml or .sh")
     given = parser.parse_args(arguments)
-    # which page
+    # find the page
     found = find_page(given.topic) if given.topic else overview()
     if given.all:
         found = fault_list()
     words = " ".join(given.topic)
     found = found or search_page(words)
     page = found or f"# No page for “{words}”\n\n{overview().partition(chr(10))[2]}"
-    # on the terminal, no wider than can be read
+    # limit the width on the terminal for readability
     console = console or Console()
     if given.save is not None:
         save_code(page, Path(given.save))
@@ -380,14 +380,14 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
 
 
 def save_code(page: str, file: Path) -> None:
-    """Write the code of a page to a new file, with the text before each block as a comment. A recipe's part for this package alone.
+    """Write the code of a page to a new file, with the text before each block as a comment. For a recipe, only the part for this package.
 
     Args:
         page: Markdown.
-        file: Its ending names the language.
+        file: Its ending determines the language.
 
     Raises:
-        ConfigurationError: An ending without a block of its language on the page, or a file that is there.
+        ConfigurationError: An ending without a block of its language on the page, or a file that already exists.
     """
     part = page.partition(_OURS)[2].partition("\n## ")[0] or page
     blocks = list(_BLOCK.finditer(part))
@@ -408,7 +408,7 @@ def save_code(page: str, file: Path) -> None:
 
 
 def find_page(topic: Sequence[str]) -> str | None:
-    """Return the page of a topic in upper or lower case, or None.
+    """Return the page of a topic, ignoring case, or None.
 
     Args:
         topic: The words of the command line.
@@ -430,14 +430,14 @@ def find_page(topic: Sequence[str]) -> str | None:
 
 
 def overview() -> str:
-    """Return the first page: what the others are about."""
+    """Return the first page, which lists all other pages."""
     return _OVERVIEW.replace("SYMPTOMS", commands(SYMPTOMS)).replace(
         "READERS", reader_list().partition("\n\n")[2].strip()
     )
 
 
 def _name_page(name: str) -> str | None:
-    """Return the page of a public name, by itself or with any part of its path."""
+    """Return the page of a public name, given as the name only or with any part of its path."""
     wanted = name.removeprefix(f"{PACKAGE}.").lower()
     for dotted, value in public_names().items():
         full = dotted.removeprefix(f"{PACKAGE}.").lower()
@@ -447,15 +447,15 @@ def _name_page(name: str) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """Return a peer's name however it is written: without hyphens, underscores and capitals."""
+    """Return a peer's name without hyphens, underscores and capitals, to match any spelling."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def search_page(text: str) -> str | None:
-    """Return the list of the pages that fit words best, with a line for each. None: no page has any of the words.
+    """Return the list of the pages that best match some words, with a line for each, or None if no page has any of the words.
 
     Args:
-        text: The words, as the user typed them.
+        text: The words as typed by the user.
     """
     found = search.Index(searched_pages()).best(text)
     if not found:
@@ -479,7 +479,7 @@ def searched_pages() -> list[search.Page]:
 
 
 def _files_by_topic() -> dict[str, str]:
-    """Return the text of each page that a search may lead to and that is a file. Two pages have a word of everything, and are left out."""
+    """Return the text of each searchable page that is a file, by its topic, except two pages that mention every topic."""
     recipe_pages = {f"migrate {name}": text for name, text in recipes().items()}
     others = about()
     del others["changelog"], others["symptoms"]

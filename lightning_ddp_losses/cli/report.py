@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _CURVES = {"train_loss": ("training", "tab:blue"), "val_loss": ("held out", "tab:orange")}
-_MOST_RAW_BYTES = 2**30  # raw features are read whole for the comparison, which is left out for larger ones
-_LEAST_RATIO = 10  # of the largest loss to the smallest on a logarithmic scale, which has labels at powers of ten
-_MOST_POINTS = 4000  # of the held-out set in the map
+_MOST_RAW_BYTES = 2**30  # raw features are read completely for the comparison, which is skipped for larger ones
+_LEAST_RATIO = 10  # ratio of largest to smallest loss from which the scale is logarithmic, with labels at powers of ten
+_MOST_POINTS = 4000  # maximum number of held-out rows in the map
 _MOST_CLASSES_IN_LEGEND = 20
 
 
 class RunReport(Callback):
     """At the end of fit, on rank 0: prints the metrics and draws the pictures.
 
-    A module may describe its metrics: ``report_rows`` (title and logged name of each), ``report_title`` and ``report_heading``. Of
-    another one all that it logged is shown. Retrieval metrics stand beside those of the raw inputs, and of the untrained encoder if all
-    held-out rows are evaluated before training (``num_sanity_val_steps: -1``).
+    A module may describe its metrics: ``report_rows`` (title and logged name of each), ``report_title`` and ``report_heading``. For
+    any other module, everything that it logged is shown. Retrieval metrics are shown next to the metrics of the raw inputs, and of the
+    untrained encoder if all held-out rows are evaluated before training (``num_sanity_val_steps: -1``).
 
-    After predict it writes the gathered `embeddings.npy` and `labels.npy`, and `embeddings.csv`, which also has the number of each row. A
-    missing plotting package costs the pictures only.
+    After predict it writes the gathered `embeddings.npy` and `labels.npy`, and `embeddings.csv`, which also contains the number of each
+    row. Without a plotting package, only the pictures are omitted.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the pictures and fill the table."""
-        folder = trainer.log_dir  # a broadcast: every rank has to ask
+        folder = trainer.log_dir  # a broadcast, which every rank has to call
         if not trainer.is_global_zero:
             return
         seconds = time.perf_counter() - self.started
         held_out = pl_module.held_out if isinstance(pl_module, HeldOutModule) else None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
-        # the rows that the module names, else all that it logged. No figures, no table.
+        # the rows that the module defines, otherwise everything that it logged. Without metrics the table is omitted.
         own = getattr(pl_module, "report_rows", None)
         rows = own or [(name, name) for name in sorted(metrics)]
         if rows:
@@ -76,9 +76,9 @@ class RunReport(Callback):
             self._write(trainer, held_out, metrics, Path(folder), names)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the embeddings in the order of the data set."""
+        """Write the embeddings in the order of the dataset."""
         held_out = pl_module.held_out if isinstance(pl_module, HeldOutModule) else None
-        log_dir = trainer.log_dir  # a broadcast: every rank has to ask
+        log_dir = trainer.log_dir  # a broadcast, which every rank has to call
         if not trainer.is_global_zero or held_out is None or log_dir is None or not trainer.loggers:
             return
         folder = Path(log_dir)
@@ -93,9 +93,9 @@ class RunReport(Callback):
         self._show("table", str(folder / "embeddings.csv"))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Print, now that the progress bar has left the terminal alone."""
+        """Print the report, after the progress bar has released the terminal."""
         console = Console()
-        for part in self.shown:  # paths stay in one line
+        for part in self.shown:  # do not wrap paths
             console.print(part, soft_wrap=isinstance(part, Text))
         self.shown = []
 
@@ -137,9 +137,9 @@ class RunReport(Callback):
 
 
 def _compared_metrics(trainer: Trainer, module: HeldOutModule) -> list[tuple[str, dict[str, float]]]:
-    """Return names and metrics of the untrained encoder and of the inputs, as far as they are known."""
+    """Return names and metrics of the untrained encoder and of the inputs, if available."""
     columns = []
-    # a shorter check before training has not seen all rows
+    # a shorter check before training has not evaluated all rows
     if module.untrained and trainer.num_sanity_val_steps == float("inf"):
         columns.append(("untrained", module.untrained))
     data: Any = getattr(trainer, "datamodule", None)
@@ -149,10 +149,10 @@ def _compared_metrics(trainer: Trainer, module: HeldOutModule) -> list[tuple[str
 
 
 def _metrics_table(columns: Sequence[tuple[str, dict[str, float]]], rows: Sequence[tuple[str, str]]) -> Table:
-    """Return the figures of a run as a table.
+    """Return the metrics of a run as a table.
 
     Args:
-        columns: Heading and figures by name of each column.
+        columns: Heading and values by name of each column.
         rows: Title and name of each row.
     """
     table = Table("metric")
@@ -168,7 +168,7 @@ def _metrics_table(columns: Sequence[tuple[str, dict[str, float]]], rows: Sequen
 
 
 def _embedded_rows(found: HeldOut, data: BatchedArrayDataModule | None) -> str:
-    """Return how many rows were embedded, and how many of them no training has seen, if that is known."""
+    """Return how many rows were embedded, and how many of them are held out from training, if known."""
     text = f"Embedded {len(found.labels)} rows"
     if data is not None:
         own = len(data.held_out_rows) if data.held_out_features is data.features else 0
@@ -180,8 +180,8 @@ def write_embeddings(found: HeldOut, data: BatchedArrayDataModule | None, path: 
     """Write a csv file with a line for each row: its number from 0, its label, whether it is held out, and its embedding.
 
     Args:
-        found: Embeddings (G, D) and labels (G,) in the order of the data set.
-        data: The data. None if it is not one of this package: labels are numbers then, and nothing is known of held-out rows.
+        found: Embeddings (G, D) and labels (G,) in the order of the dataset.
+        data: The data. None if it does not belong to this package, in which case labels are numbers and held-out rows are unknown.
         path: Path of the file.
     """
     embeddings = torch.flatten(found.embeddings, 1).numpy()
@@ -202,7 +202,7 @@ def write_embeddings(found: HeldOut, data: BatchedArrayDataModule | None, path: 
 
 
 def class_name(label: int, names: Sequence[str]) -> str:
-    """Return the name of a class, or its number if it has no name."""
+    """Return the name of a class, or its number if it does not have a name."""
     return names[label] if 0 <= label < len(names) else str(label)
 
 
@@ -235,7 +235,7 @@ def draw_loss_curve(metrics: dict[str, list[tuple[float, float]]], path: Path) -
             axes.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=4, label=label, color=color)
     axes.set(xlabel="epochs trained", ylabel="loss (mean over rows)", title="Loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # a loss falls by factors, if it is positive. A flat one has no power of ten to be labelled with
+    # a positive loss decreases by factors. On a logarithmic scale, a nearly constant one would not include a labelled power of ten
     shown = [value for name in _CURVES for _, value in metrics.get(name, [])]
     least, largest = min(shown, default=0.0), max(shown, default=0.0)
     if least > 0 and largest > _LEAST_RATIO * least:
@@ -257,21 +257,21 @@ def draw_embedding(
         labels: (G,) integers.
         path: Path of the picture.
         title: Title of the picture.
-        class_names: Name of each class for the legend. Empty: their numbers.
+        class_names: Name of each class for the legend. If empty, their numbers.
 
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
     """
     from sklearn.manifold import TSNE
 
-    # a fixed sample, on the unit sphere: there squared Euclidean distance is twice the cosine distance
+    # a fixed sample, on the unit sphere, where the squared Euclidean distance is twice the cosine distance
     axes = _axes(path, width=7.4)
     chosen = np.sort(np.random.default_rng(0).permutation(len(labels))[:_MOST_POINTS])
     rows = torch.nn.functional.normalize(torch.flatten(embeddings, 1)[chosen].double()).numpy()
     names = labels[chosen].numpy()
     perplexity = min(30.0, (len(rows) - 1) / 3)
     points = TSNE(perplexity=perplexity, init="random", random_state=0).fit_transform(rows)
-    # few classes get a colour and a name each, many a scale
+    # few classes get a colour and a name each, many classes a colour scale
     classes = np.unique(names)
     is_named = len(classes) <= _MOST_CLASSES_IN_LEGEND
     colors = np.searchsorted(classes, names) if is_named else names
@@ -290,7 +290,7 @@ def draw_embedding(
 
 
 def _axes(path: Path, width: float = 6.4) -> Axes:
-    from matplotlib.figure import Figure  # no pyplot: drawing needs no display and no global state
+    from matplotlib.figure import Figure  # not pyplot: drawing does not need a display or global state
 
     path.parent.mkdir(parents=True, exist_ok=True)
     return Figure(figsize=(width, 4.8), layout="compressed").subplots()

@@ -1,8 +1,8 @@
 """Search for pages by the words that people type.
 
 The index is SQLite's FTS5, from the standard library: words are compared by their stems (Porter), and pages ranked by bm25. A page has four
-columns, and a word counts more in a name, a title or a symptom than in a text. ``words.yaml`` has words that a page does not use for
-what it is about. A word that no page has is replaced by the most similar one.
+columns, and a word has more weight in a name, a title or a symptom than in a text. ``words.yaml`` has additional words for the topic of a
+page. A word that does not occur in any page is replaced by the most similar one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import sqlite3
 
 MOST = 3
-"""Pages that are shown."""
+"""Maximum number of pages to show."""
 WEIGHTS = {"title": 8.0, "words": 8.0, "summary": 4.0, "text": 1.0}
-"""bm25's weight of each column. The topic is not searched."""
+"""bm25 weight of each column. The topic is not searched."""
 _LITTLE = """
     a about all am an and are as at be but by can do does for from has have how i if in is it its me my no not of on only or our so that the
     their them there they this to too use using was we what when where which while why will with you your
@@ -34,7 +34,7 @@ _FILE = Path(__file__).with_name("words.yaml")
 
 
 class Page(NamedTuple):
-    """Describes a page to the search.
+    """A page as indexed by the search.
 
     Attributes:
         topic: Argument of ``ddp-losses explain``.
@@ -52,19 +52,19 @@ class Page(NamedTuple):
 
 
 def page(topic: str, title: str, text: str, summary: str = "") -> Page:
-    """Return a page with the words that people type for it. The parts of a name such as ``GlobalBatchLoss`` are words too."""
+    """Return a page with the words that people type for it. The parts of a name such as ``GlobalBatchLoss`` are also words."""
     named = f"{topic} {_CAPITAL.sub(' ', topic)} {title}"
     return Page(topic, named, typed_words().get(topic, ""), summary, text)
 
 
 def typed_words() -> dict[str, str]:
-    """Return the words that people type, by the topic of the page for them."""
+    """Return the words that people type, by the topic of the page."""
     found: dict[str, str] = yaml.safe_load(_FILE.read_text())
     return found
 
 
 class Index:
-    """Holds the words of pages.
+    """The words of all pages.
 
     Args:
         pages: All pages.
@@ -80,21 +80,21 @@ class Index:
         self._vocabulary = sorted({word for each in pages for word in _words(" ".join(each[1:]))})
 
     def best(self, typed: str) -> list[str]:
-        """Return the topics of the pages that fit best, at most ``MOST``, the best first.
+        """Return the topics of the best matching pages, at most ``MOST``, best first.
 
         Args:
-            typed: Words, as a user types them.
+            typed: Words as typed by a user.
         """
         words = dict.fromkeys(word for word in _words(typed) if word not in _LITTLE.split())
         known = [found for found in map(self._known, words) if found]
-        # a name with a slip of the pen
+        # a misspelled name
         named = []
         if len(known) == 1:
             named = [topic for topic in self._topics if topic.lower() == known[0]]
         return list(dict.fromkeys([*named, *self._matches(known)]))[:MOST]
 
     def _known(self, word: str) -> str:
-        """Return a word that some page has: the word, or the most similar one. Empty: none is similar."""
+        """Return the word if it occurs in some page, otherwise the most similar one that does, or an empty text."""
         if self._matches([word]):
             return word
         similar = difflib.get_close_matches(word, self._vocabulary, n=1, cutoff=0.8)
@@ -113,14 +113,14 @@ class Index:
 
 
 def _empty_table() -> sqlite3.Connection:
-    """Return a table for pages. It is in memory."""
+    """Return an in-memory table for pages."""
     columns = "topic UNINDEXED, title, words, summary, text"
     try:
         import sqlite3
 
         table = sqlite3.connect(":memory:")
         table.execute(f"CREATE VIRTUAL TABLE pages USING fts5({columns}, tokenize='porter')")
-    except Exception as error:  # a Python without the module, or its library without the extension
+    except Exception as error:  # Python without the module, or its library without the extension
         fix = "Name a page: `ddp-losses explain` lists them, and `ddp-losses explain --all` the known faults."
         expected = "Python with SQLite and its FTS5"
         raise ConfigurationError("a search", expected=expected, got=str(error), fix=fix) from error

@@ -1,8 +1,8 @@
-"""The autograd graph of a loss: one walk over it, the parameters that it does not reach, and a run of a loss that reaches every parameter.
+"""The autograd graph of a loss: walks over it, the parameters that it does not reach, and a run of a loss that reaches every parameter.
 
-A zero loss often leaves the weight out of the graph on one rank only (pytorch-metric-learning 2.9 returns ``sum(embeddings * 0)``). Then
-the ranks' gradients cannot be averaged, and under DDP the others hang. So parameters on
-which the result does not depend are attached to it with a zero gradient.
+A zero loss often omits the weight from the graph on one rank only (pytorch-metric-learning 2.9 returns ``sum(embeddings * 0)``). In that
+case the ranks' gradients cannot be averaged, and under DDP the other ranks hang. Therefore parameters on which the result does not depend
+are attached to it with a zero gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", defau
 
 @contextlib.contextmanager
 def inside_global_batch() -> Iterator[None]:
-    """Mark a block that computes the same on every rank from the rows of all ranks: statistics of the batch are global already."""
+    """Mark a block that computes the same on every rank from the rows of all ranks: its batch statistics are already global."""
     before = _inside_global_batch.set(True)
     try:
         yield
@@ -35,16 +35,16 @@ def inside_global_batch() -> Iterator[None]:
 
 
 def is_inside_global_batch() -> bool:
-    """Return whether this runs inside ``inside_global_batch``."""
+    """Return whether the caller runs inside ``inside_global_batch``."""
     return _inside_global_batch.get()
 
 
 @contextlib.contextmanager
 def own_graph() -> Iterator[None]:
-    """Record a graph that is differentiated by the function which makes it: the caller's hooks on saved tensors have no part in it.
+    """Record a graph that the calling function differentiates itself, without the caller's hooks on saved tensors.
 
-    Inside an activation checkpoint they would run the whole checkpointed function again, and its handshakes, on the ranks that have a
-    tile alone.
+    Inside an activation checkpoint these hooks would rerun the whole checkpointed function, including its handshakes, only on the ranks
+    that have a tile.
     """
     with torch.enable_grad():
         if not compat.has_saved_tensor_hooks():
@@ -67,13 +67,13 @@ def walk_graph(
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Visit the nodes of the autograd graph below some tensors, each once, breadth first.
 
-    A parameter's own node has no children and holds it as ``variable``. To ask the other nodes for a variable costs more than the rest
-    of the walk.
+    A parameter's own node does not have children and holds the parameter as ``variable``. Querying the other nodes for a variable would
+    cost more than the walk itself.
 
     Args:
-        roots: Tensors at which the walk starts. Those without a graph are left out.
+        roots: Tensors at which the walk starts. Those without a graph are skipped.
         until: Tensors at which the walk ends. Their nodes are not visited.
-        through: Returns whether to go on below a node. None: below all.
+        through: Returns whether to continue below a node. If None, the walk continues below all nodes.
         nodes: Further nodes at which the walk starts.
 
     Returns:
@@ -98,33 +98,33 @@ def walk_graph(
 
 
 def depends_on(output: Tensor, tensor: Tensor) -> bool:
-    """Return whether backward from an output comes to a tensor that requires a gradient. The walk then ends."""
+    """Return whether backward from an output reaches a tensor that requires a gradient. The walk ends as soon as it is found."""
     own = tensor.grad_fn
     if own is not None:
         return any(node is own for node, _ in walk_graph([output]))
-    # a leaf has no node but the one that adds to its gradient
+    # the only node of a leaf is the one that adds to its gradient
     ends = (node for node, children in walk_graph([output]) if not children)
     return any(getattr(node, "variable", None) is tensor for node in ends)
 
 
 def accumulation_node(parameter: Tensor) -> Any:
-    """Return the node that adds to a trainable parameter's gradient, where DDP hangs its hook.
+    """Return the node that adds to a trainable parameter's gradient, to which DDP attaches its hook.
 
-    torch makes another one when the parameter's data change their dtype or device, even if they change back (torch 2.13,
-    measured 2026). The hook stays with the old one, which no backward reaches any more. The node has to be held to be known again.
+    torch creates a new node when the parameter's data change their dtype or device, even if they change back (torch 2.13, measured
+    2026). The hook remains on the old node, which backward no longer reaches. Hold the node to be able to recognise it later.
     """
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 class WrappedParameter(NamedTuple):
-    """Describes a parameter as DDP found it when it was built.
+    """A parameter's state when DDP was constructed.
 
     Attributes:
         parameter: The parameter.
         dtype: Its dtype.
         device: Its device.
         trains: Its ``requires_grad``.
-        node: Graph node with DDP's hook. None without one.
+        node: Graph node with DDP's hook, or None without a hook.
     """
 
     parameter: Tensor
@@ -135,21 +135,21 @@ class WrappedParameter(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor, *, is_hooked: bool) -> WrappedParameter:
-        """Describe a parameter. DDP has a hook on it, if it trains, when ``is_hooked``."""
+        """Record a parameter. With ``is_hooked``, DDP has attached a hook to it if it is trainable."""
         node = accumulation_node(parameter) if is_hooked and parameter.requires_grad else None
         return cls(parameter, parameter.dtype, parameter.device, parameter.requires_grad, node)
 
 
 FAULTS_AFTER_WRAP = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F08"}
-"""Faults that keep DDP from reducing a gradient, by the first word of the event that leads to them."""
+"""Faults that prevent DDP from reducing a gradient, by the first word of the event that leads to them."""
 
 
 def event_after_wrap(wrapped: WrappedParameter | None, now: Tensor) -> str:
-    """Return the first event of a parameter since DDP was built. Empty without one.
+    """Return the first event of a parameter since DDP was constructed, or an empty text.
 
     Args:
-        wrapped: Parameter of this name at that time. None if there was none.
-        now: Parameter of this name today.
+        wrapped: Parameter of this name at that time, or None if it did not exist.
+        now: Current parameter of this name.
     """
     if wrapped is None:
         return "created after the wrap"
@@ -157,7 +157,7 @@ def event_after_wrap(wrapped: WrappedParameter | None, now: Tensor) -> str:
         return "replaced after the wrap"
     if now.dtype != wrapped.dtype:
         return f"changed from {wrapped.dtype} to {now.dtype}"
-    # a cast there and back leaves no other trace. Gradients no longer pass DDP's hook
+    # the node is the only trace of a cast there and back, after which gradients bypass DDP's hook
     has_lost_hook = wrapped.node is not None and now.requires_grad and accumulation_node(now) is not wrapped.node
     if has_lost_hook or now.device != wrapped.device:
         return "changed its dtype or device and back after the wrap"
@@ -167,17 +167,17 @@ def event_after_wrap(wrapped: WrappedParameter | None, now: Tensor) -> str:
 
 
 def fault_of_event(event: str) -> str:
-    """Return the fault that keeps DDP from reducing a gradient after an event. Empty for none."""
+    """Return the fault that prevents DDP from reducing a gradient after an event, or an empty text."""
     return FAULTS_AFTER_WRAP.get(event.partition(" ")[0], "")
 
 
-_TOP = 64  # nodes by which a graph is recognised
+_TOP = 64  # number of nodes by which a graph is recognised
 
 
 class UnusedParameterFinder:
-    """Finds parameters that a loss will not reach in backward, before backward.
+    """Finds, before backward, parameters that a loss will not reach in backward.
 
-    The whole graph is walked only when its part next to the loss has not been seen before: there losses and heads branch.
+    The whole graph is walked only if the part next to the loss is new, because this is where losses and heads branch.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class UnusedParameterFinder:
         key = (*top, len(parameters))
         if key in self._known and self._known[key].issuperset(map(id, parameters.values())):
             return []
-        # a graph not seen before, or the same beginning with another end
+        # a new graph, or a known beginning with a different continuation
         reached = self._known[key] = frozenset(
             id(node.variable) for node, children in walk_graph([loss]) if not children and hasattr(node, "variable")
         )
@@ -200,12 +200,12 @@ class UnusedParameterFinder:
 
 @dataclass(frozen=True)
 class FullPrecisionPlan:
-    """How a loss computes in ``promote(float32, parameters, inputs)``. Dtypes, devices and autocast decide it, not values.
+    """How a loss computes in ``promote(float32, parameters, inputs)``, as determined by dtypes, devices and autocast, but not by values.
 
     Attributes:
         dtype: Dtype of the computation.
         device_types: Types of the devices of its inputs.
-        is_full: Whether a call computes in ``dtype`` already. Contexts take time, and usually none is needed.
+        is_full: Whether a call already computes in ``dtype``. In this usual case the overhead of context managers is avoided.
     """
 
     dtype: torch.dtype
@@ -247,7 +247,7 @@ class FullPrecisionPlan:
         Args:
             module: The loss. Its parameters and buffers keep their dtype.
             forward: Function to call.
-            args: Positional arguments. Floating tensors among them are cast.
+            args: Positional arguments. Floating-point tensors among them are cast.
             kwargs: Keyword arguments.
             parameters: Parameters of the loss.
             given: Tensors among the arguments.
@@ -277,9 +277,9 @@ def run_full_precision(
     Args:
         module: The loss. Its parameters and buffers keep their dtype.
         forward: Function to call.
-        args: Positional arguments. Floating tensors among them are cast.
+        args: Positional arguments. Floating-point tensors among them are cast.
         kwargs: Keyword arguments.
-        tensors: Tensors of this call. None: they are looked for.
+        tensors: Tensors of this call. If None, they are searched for.
     """
     if tensors is None:
         tensors = precision.CallTensors.of(module, args, kwargs)
@@ -288,7 +288,7 @@ def run_full_precision(
 
 
 def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:
-    """Return the tensor, which needs a gradient if another rank's does: its backward communicates."""
+    """Return the tensor with ``requires_grad`` if another rank needs its gradient, because its backward communicates."""
     if wanted and not tensor.requires_grad and torch.is_grad_enabled():
         return tensor.detach().requires_grad_()
     return tensor
@@ -300,7 +300,7 @@ def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[
     Args:
         result: Result of the loss: a tensor, or a nest of tensors.
         parameters: The loss's trainable parameters.
-        given: The loss's inputs. The search for parameters ends there.
+        given: The loss's inputs, at which the search for parameters ends.
     """
     outputs = [tensor for tensor in inputs.tensors_in(result) if tensor.is_floating_point()]
     missing = _not_reached(outputs, given, parameters) if parameters and outputs else []
@@ -312,13 +312,13 @@ def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[
 
 
 _last_paths = WeakTensorKeyDictionary()
-"""Where parameters were found last: below which output, then at each node as which of its children. It goes with the parameter."""
+"""Path at which a parameter was found last: the index of the output, then the child index at each node. Weakly keyed by parameter."""
 
 
-@eager_recursive  # compiled, it would be compiled again whenever a path changes
+@eager_recursive  # otherwise it would be recompiled whenever a path changes
 def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parameters that the outputs do not depend on, looking no further than the inputs."""
-    # a walk over all nodes takes three times as long as the known way to a parameter
+    """Return the parameters that the outputs do not depend on, searching no further than the inputs."""
+    # a walk over all nodes takes three times as long as following the known path to a parameter
     missing = {id(p): p for p in parameters if not _is_at_last_place(p, outputs)}
     if not missing:
         return []
@@ -338,19 +338,19 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
 
 
 def _is_at_last_place(parameter: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Return whether the outputs' graph leads to a parameter where it did. To find itself there proves it, whatever else has changed."""
+    """Return whether the parameter is still at the last known path below the outputs, which proves that they depend on it."""
     try:
         first, *places = _last_paths[parameter]
         node: Any = outputs[first].grad_fn
         for place in places:
             node = node.next_functions[place][0]
         return node.variable is parameter
-    except (KeyError, IndexError, AttributeError):  # another graph
+    except (KeyError, IndexError, AttributeError):  # a different graph
         return False
 
 
 def attaches_zero_grad(node: Any) -> bool:
-    """Return whether a graph node is one of ``attach_zero_grad``: all but its first child get a zero gradient."""
+    """Return whether a graph node was created by ``attach_zero_grad``: all its children except the first receive a zero gradient."""
     return bool(node.name() == f"{_AttachZeroGrad.__name__}Backward")
 
 

@@ -1,4 +1,4 @@
-"""The names of attributes that the methods of a class set and read, from their code. Nothing is run."""
+"""The names of attributes that the methods of a class set and read, extracted from their code without running it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def names_written(cls: type, method: str) -> frozenset[str]:
-    """Return the names of the attributes that a method of a class sets, or the methods of the class that it calls."""
+    """Return the names of the attributes set by a method of a class, or by the methods of the class that it calls."""
     found: set[str] = set()
     for code in _codes(cls, method):
         found.update([str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"])
@@ -31,7 +31,7 @@ def names_read(cls: type, method: str) -> frozenset[str]:
 
 
 def _codes(cls: type, method: str) -> list[CodeType]:
-    """Return the code of a method, of the functions inside it, and of the methods and properties of the class that it names."""
+    """Return the code of a method, of the functions nested in it, and of the methods and properties of the class that it names."""
     found: dict[CodeType, None] = {}
     named = [method]
     seen = set(named)
@@ -46,7 +46,7 @@ def _codes(cls: type, method: str) -> list[CodeType]:
 
 
 def _codes_of(member: Any) -> list[CodeType]:
-    """Return the code of a function, a method or a property. None for other members of a class."""
+    """Return the code of a function, a method or a property. Empty for other members of a class."""
     if isinstance(member, property):
         member = member.fget
     function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else member
@@ -55,5 +55,5 @@ def _codes_of(member: Any) -> list[CodeType]:
 
 
 def _texts_in(code: CodeType) -> set[str]:
-    """Return the texts in code, which may be names for ``getattr`` and ``setattr``."""
+    """Return the strings in code, which may be names for ``getattr`` and ``setattr``."""
     return {constant for constant in code.co_consts if isinstance(constant, str)}

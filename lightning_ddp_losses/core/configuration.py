@@ -1,14 +1,14 @@
-"""The configuration of a module, as ranks compare it in each call: what was set from outside.
+"""The configuration of a module, as ranks compare it in each call: everything that was set from outside.
 
-Ranks with different options compute no common loss. A walk over the attributes of a module reads three kinds of values:
+Ranks with different options cannot compute a common loss. A walk over the attributes of a module distinguishes three kinds of values:
 
 * *Configuration* was set from outside: options, the training mode, a temperature that is annealed. Ranks compare it.
-* *State* was changed by the module's own forward: counters, running means, queues. It is followed and not compared, as ranks may hold
-  different values. ``Configuration.follow`` notes it after each forward.
-* What cannot be read (an open file, an object of a library) is not compared, nor is the number of a rank or a device.
+* *State* was changed by the module's own forward: counters, running means, queues. It is tracked but not compared, because ranks may hold
+  different values. ``Configuration.follow`` records it after each forward.
+* Values that cannot be read (an open file, an object of a library) are not compared, and neither is the number of a rank or a device.
 
-A call compares the attributes with those of the last call by identity, and reads again those that are other objects or were changed in
-place. Text and hash are made if a value differs. Contents of tensors are hashed at the first call, and when a tensor that is no buffer was
+Each call compares the attributes with those of the last call by identity, and rereads those that were replaced or changed in place. Text
+and hash are only computed if a value differs. Contents of tensors are hashed in the first call, and when a tensor other than a buffer was
 written to from outside.
 """
 
@@ -39,30 +39,30 @@ from lightning_ddp_losses.core.option_values import (
 )
 
 AttributeKey: TypeAlias = tuple[str, str]
-"""Path of a module, and the name of an attribute. An empty name stands for the class of the module."""
+"""Path of a module, and the name of an attribute. An empty name represents the class of the module."""
 
-_READ_CHARACTERS = 2000  # of a configuration, in an error
-# what torch, and patches of methods, keep in a module
+_READ_CHARACTERS = 2000  # limit for a configuration in an error
+# attributes that torch, and patched methods, store in a module
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
-# of pytorch-metric-learning's memory, which a checkpoint restores
+# counters of pytorch-metric-learning's memory, which a checkpoint restores
 _COUNTERS = frozenset({"queue_idx", "has_been_filled"})
 # tensors that hold a loss's earlier batches
 _MEMORIES = frozenset({"embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr"})
 
 
 class Configuration:
-    """The options of one module that were set from outside. They must be equal on all ranks.
+    """The options of one module that were set from outside, which must be equal on all ranks.
 
     A copy or a pickle compares with the same earlier values as its original.
 
     Attributes:
-        changes: Number of times that something had changed: as long as it stays, nothing has.
-        unread: Paths of the attributes that cannot be read, and are not compared.
+        changes: Number of times a change was detected. As long as it is constant, nothing has changed.
+        unread: Paths of the attributes that cannot be read and are not compared.
     """
 
     def __init__(self) -> None:
-        self._options: dict[AttributeKey, str] = {}  # from outside, as text
-        self._last: dict[AttributeKey, Any] | None = None  # values that were read last
+        self._options: dict[AttributeKey, str] = {}  # values set from outside, as text
+        self._last: dict[AttributeKey, Any] | None = None  # the most recently read values
         self._digest = ""
         self._snapshot = _Snapshot()
         self.changes = 0
@@ -70,11 +70,11 @@ class Configuration:
 
     @property
     def is_read(self) -> bool:
-        """Whether it was read before."""
+        """Whether the configuration was read before."""
         return self._last is not None
 
     def read(self, module: nn.Module) -> str:
-        """Return the configuration for an error that shows how ranks differ, and a hash of all of it."""
+        """Return the configuration as text for an error that shows how ranks differ, with a hash of the complete configuration."""
         if self._snapshot.is_same(module):
             return self._digest
         if not self.is_read:
@@ -91,14 +91,14 @@ class Configuration:
         return self._digest
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return parameters and buffers of the module that was read last, one that is held twice twice."""
+        """Return parameters and buffers of the module that was read last. Shared ones appear once for each slot."""
         buffers: list[Tensor] = []
         for slots in self._snapshot.buffer_slots:
             buffers += [buffer for buffer in slots.values() if buffer is not None]
         return self._snapshot.parameters, buffers
 
     def follow(self, module: nn.Module) -> None:
-        """Note the values after the module's own forward. What it changed is state."""
+        """Record the values after the module's own forward. Whatever forward changed is state."""
         if self._last is not None and not self._snapshot.is_same(module):
             self._walk(module)
 
@@ -122,10 +122,10 @@ class Configuration:
 
 
 class _Snapshot:
-    """The attributes of a module as they were read last. To compare them by identity takes much less time than to read them.
+    """The most recently read attributes of a module. Comparing them by identity takes much less time than reading them.
 
     Args:
-        module: The module. None: it has no attributes.
+        module: The module. If None, the snapshot is empty.
 
     Attributes:
         values: Their values. Some are ``UNREAD``.
@@ -138,9 +138,9 @@ class _Snapshot:
         self.values: dict[AttributeKey, Any] = {}
         self.parameters: list[Tensor] = []
         self.buffer_slots: list[Mapping[str, Tensor | None]] = []
-        self._attributes: list[tuple[dict[str, Any], list[str]]] = []  # of each module, with the names of its options
+        self._attributes: list[tuple[dict[str, Any], list[str]]] = []  # per module, with the names of its options
         self._named: list[Mapping[str, Any]] = []  # attributes and buffers, whose names are compared
-        self._keys: list[AttributeKey | None] = []  # of each object. None: it is a module or a parameter
+        self._keys: list[AttributeKey | None] = []  # key of each object, or None for a module or a parameter
         for path, each in () if module is None else module.named_modules():
             attributes = vars(each)
             parameters = compat.parameter_slots(each)
@@ -150,7 +150,7 @@ class _Snapshot:
             self._keys += [None] * (len(attributes["_modules"]) + len(parameters))
             buffers = compat.buffer_slots(each)
             self.buffer_slots.append(buffers)
-            if not _is_metric(each):  # whose states may be other attributes after an update
+            if not _is_metric(each):  # the states of a metric may be other attributes after an update
                 self._named += [attributes, buffers]
                 if buffers:
                     self.values[path, "_buffers"] = tuple(buffers)
@@ -175,7 +175,7 @@ class _Snapshot:
         return all(read_value(option) == self.values[key] for key, option in self._changeable)
 
     def update_(self, module: nn.Module) -> bool:
-        """Read again what has changed. Return whether that is all: there may be other modules, parameters or names of attributes."""
+        """Reread changed values. Return whether this suffices, as modules, parameters and names of attributes are unchanged."""
         before = self._objects
         objects = self._current_objects()
         if not self._has_names_of(module) or len(objects) != len(before):
@@ -199,7 +199,7 @@ class _Snapshot:
         return objects
 
     def _read_(self, before: list[Any]) -> None:
-        """Read the options that are other objects than before, or that may have changed in place."""
+        """Read the options that were replaced, or that may have changed in place."""
         self._changeable = []
         for key, option, earlier in zip(self._keys, self._objects, before, strict=True):
             if key is None:
@@ -218,7 +218,7 @@ def _digest(options: Mapping[AttributeKey, str]) -> str:
         settings = modules.setdefault(path, [])
         if not name:
             modules[path] = [text, *settings]
-        # of the modules inside, only a mode of its own is shown
+        # for inner modules, the mode is only shown if it differs from the mode of the outer one
         elif name != "training" or not path or text != options.get(("", "training")):
             settings.append(text)
     shown = [f"{path or 'loss'}: {kind}({', '.join(settings)})" for path, (kind, *settings) in modules.items()]
@@ -227,7 +227,7 @@ def _digest(options: Mapping[AttributeKey, str]) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    """Return a setting as text. Shapes and hashes follow the name immediately."""
+    """Return a setting as text, in which shapes and hashes follow the name immediately."""
     text = repr(value)
     return f"{name}{text}" if not name or isinstance(value, (Shape, Written)) else f"{name}={text}"
 
@@ -240,17 +240,17 @@ def _may_be_option(module: nn.Module, name: str) -> bool:
     attributes = vars(module)
     if name in _OF_MODULES or name in _COUNTERS or name in _MEMORIES or is_of_process(name):
         return False
-    if _is_metric(module):  # others may change in each update
+    if _is_metric(module):  # each update may change other attributes
         cls: Any = type(module)
         is_given = name.lstrip("_") in _constructor_names(cls)
         return is_given and name not in attributes["_defaults"] and name not in names_written(cls, "update")
-    # what a library keeps in private attributes is no option
+    # private attributes of a library's class are not options
     is_private = name[0] == "_" and not is_of_program(type(module).__module__)
     return not is_private and name not in attributes.get("_record_these_stats", ())
 
 
 def _fixed_values(root: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
-    """Yield values that are compared once: buffers, which DDP may write to, and what a metric computes from its options."""
+    """Yield values that are compared once: buffers, which DDP may write to, and values that a metric computes from its options."""
     for path, module in root.named_modules():
         if not _is_metric(module):
             for name, buffer in compat.buffer_slots(module).items():
@@ -270,7 +270,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _constructor_names(cls: Any) -> frozenset[str]:
-    """Return the names of all parameters that a class and its bases are made with."""
+    """Return the names of all constructor parameters of a class and its bases."""
     names: set[str] = set()
     for base in cls.__mro__:
         if "__init__" in vars(base) and base is not object:

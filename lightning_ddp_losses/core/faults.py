@@ -1,8 +1,8 @@
-"""Reads the table of known faults, ``faults.yaml``: symptom, effect on training, who finds it, what to do.
+"""Reads the table of known faults, ``faults.yaml``: symptom, effect on training, detection, and fix.
 
-It is the ONE table of explanations: ``ddp-losses explain F24``, the messages of checks, the diagnoses of the audit and the manual show
-its texts. An *error* makes ranks train something else than one process would, or ends in a hang. A *warning* is likely a mistake and may
-be meant. A *note* is worth knowing. A healthy run has no error and no warning.
+It is the ONLY table of explanations: ``ddp-losses explain F24``, the messages of checks, the diagnoses of the audit and the manual show
+its texts. An *error* makes ranks train something different from one process, or ends in a hang. A *warning* is likely a mistake but may
+be intended. A *note* is for information. A healthy run does not have errors or warnings.
 
 The file is read when the first fault is looked up, not on import. A check or a rule that finds a fault in its own way has a *case* in
 the fault's row: templates of texts with named fields, which ``Fault.explain`` fills in::
@@ -31,7 +31,7 @@ class Explanation(NamedTuple):
         expected: Healthy state.
         evidence: Measurements that show it.
         fix: Advice, as a sentence.
-        confirmed: Comparison or run that shows it. Empty for a pattern alone.
+        confirmed: Comparison or run that confirms it. Empty if only a pattern was found.
     """
 
     what: str
@@ -42,17 +42,17 @@ class Explanation(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Describes one known way to go wrong.
+    """One known way in which training goes wrong.
 
     Attributes:
         severity: Severity of its findings.
         seen_as: Group of symptoms that it belongs to, a key of ``SYMPTOMS``.
         title: Name in a few words.
-        symptom: First sign of it for a user who does not know of it.
+        symptom: First sign of it for a user who is not aware of it.
         effect: Effect on training, and the reason.
         found_by: Part of this package that finds it, and when. ``not detected: ...`` with the reason if none does.
         fix: Advice, as a sentence.
-        evidence: Reports of users, ``owner/repository#number`` on GitHub, and measurements made here (``measured: ...``).
+        evidence: Reports of users, ``owner/repository#number`` on GitHub, and our own measurements (``measured: ...``).
         before: Code that has the fault, if code shows it.
         after: The same code without it.
         brings: Faults that follow from it later in a run.
@@ -73,10 +73,10 @@ class Fault(NamedTuple):
     cases: Mapping[str, Mapping[str, str]] = {}
 
     def explain(self, case: str = "", **fields: object) -> Explanation:
-        """Return the texts of one case with its fields filled in. Title and fix are the fault's own if the case has none.
+        """Return the texts of one case with its fields filled in, with the fault's own title and fix if the case does not define them.
 
         Args:
-            case: Name of the case. Empty: the fault itself.
+            case: Name of the case. If empty, the fault itself.
             **fields: Values of the fields that its templates name.
         """
         texts = {"what": self.title, "expected": "", "evidence": "", "fix": self.fix}
@@ -85,7 +85,7 @@ class Fault(NamedTuple):
         return Explanation(**texts)
 
     def links(self) -> list[str]:
-        """Return the evidence with an address for each report. GitHub leads on if the number is that of a pull request."""
+        """Return the evidence with an address for each report. GitHub redirects if the number belongs to a pull request."""
         found = []
         for each in self.evidence:
             repository, _, number = each.partition("#")
@@ -103,7 +103,7 @@ def _sections() -> dict[str, dict[str, Any]]:
 
 
 class _LazyTable(Mapping[str, RowT]):
-    """A mapping that is filled at its first use."""
+    """A mapping that is filled on first use."""
 
     def __init__(self, fill: Callable[[], dict[str, RowT]]) -> None:
         self._fill = functools.cache(fill)
@@ -130,10 +130,10 @@ def _read_following() -> dict[str, frozenset[str]]:
 
 
 SYMPTOMS: Mapping[str, str] = _LazyTable(lambda: _sections()["symptoms"])
-"""First signs of a fault, by the key that its row has, in the order in which they are listed."""
+"""First signs of a fault, by the key that its row contains, in the order in which they are listed."""
 UNUSED: Mapping[str, str] = _LazyTable(lambda: _sections()["unused"])
-"""Numbers that no fault has, and why."""
+"""Unassigned fault numbers, and why."""
 FAULTS: Mapping[str, Fault] = _LazyTable(_read_faults)
 """The table, by id."""
 FOLLOWING: Mapping[str, frozenset[str]] = _LazyTable(_read_following)
-"""By fault, the faults that it brings along, itself seen elsewhere among them."""
+"""By fault, the faults that follow from it, including the fault itself in another place."""

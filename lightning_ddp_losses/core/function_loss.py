@@ -1,4 +1,4 @@
-"""`FunctionLoss`: a plain function of tensors as a loss module, so that all that takes a loss module takes a function."""
+"""`FunctionLoss`: wraps a plain function of tensors as a loss module, so that it can be used wherever a loss module is accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNFINISHED = (AsyncGeneratorType, CoroutineType, GeneratorType)
 
 
 class FunctionLoss(nn.Module):
-    """A function as a loss module. It has no weights of its own.
+    """A function as a loss module without weights.
 
     Args:
         function: Function, ``functools.partial``, bound method or callable object.
@@ -36,7 +36,7 @@ class FunctionLoss(nn.Module):
 
 
 def name_of_function(function: Any) -> str:
-    """Return the name of a function: of a partial one that of its whole, of a callable object that of its class."""
+    """Return the name of a function, of the function inside a partial, or of a callable object's class."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
@@ -62,6 +62,6 @@ def unfinished_error(loss: str, value: Any) -> InputError:
 
 
 def as_module(loss: Any) -> Any:
-    """Return a function as a module. All else, classes too, stays what it is."""
+    """Wrap a function in a module. Any other object, including a class, is returned unchanged."""
     is_function = callable(loss) and not isinstance(loss, (type, nn.Module))
     return FunctionLoss(loss) if is_function else loss

@@ -1,7 +1,7 @@
-"""Values of an accelerator on their way to the host: asked for now, read later, when they have long arrived.
+"""Asynchronous copies of values from an accelerator to the host: started now, and read later, when they have long completed.
 
-To read a value at once makes the host wait until the device has done all that was asked of it before, and the device then waits for
-the host. A copy that is not waited for costs neither. One step later it has arrived.
+Reading a value immediately blocks the host until the device has completed all previously queued work, after which the device waits for the
+host. An asynchronous copy avoids both waits. One step later it has completed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_STATM = "/proc/self/statm"  # Linux. In pages: size, resident, of these backed by files or shared, ...
+_STATM = "/proc/self/statm"  # Linux. In pages: size, resident, the part of these backed by files or shared, ...
 
 
 def anonymous_bytes() -> int:
-    """Return the resident anonymous memory of this process (RssAnon of ``/proc/self/status``). 0 if the system does not show it."""
+    """Return the resident anonymous memory of this process (RssAnon of ``/proc/self/status``). 0 if the system does not expose it."""
     try:
         # a text file takes twice as long to open, and this is read in every step
         with open(_STATM, "rb", buffering=0) as file:
             resident, shared = file.read().split()[1:3]
-    except OSError:  # macOS has no such file
+    except OSError:  # the file does not exist on macOS
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
@@ -32,7 +32,7 @@ class HostCopy:
     """A copy of a small tensor on the host, which ``read`` returns.
 
     Args:
-        values: Tensor on any device. On the CPU it is copied at once.
+        values: Tensor on any device. On the CPU it is copied immediately.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -40,13 +40,13 @@ class HostCopy:
         if values.device.type == "cpu":
             self._values = values.detach().clone()
             return
-        # pinned memory of torch's own, which the device writes to while the host goes on
+        # torch uses pinned memory, which the device writes to while the host continues
         self._values = values.detach().to("cpu", non_blocking=True)
         self._event = torch.Event(values.device)
         self._event.record(torch.accelerator.current_stream(values.device))
 
     def read(self) -> Tensor:
-        """Return the values. Waits if they have not arrived yet."""
+        """Return the values, waiting for the copy if it has not completed yet."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -54,15 +54,15 @@ class HostCopy:
 
 
 class HostNumbers:
-    """Numbers on their way to the host, which ``read`` returns in their order. One copy for each device and dtype.
+    """Numbers in transit to the host, which ``read`` returns in order. There is one copy for each device and dtype.
 
     Args:
-        numbers: Python's own, or 0-dim tensors on any device.
+        numbers: Python numbers, or 0-dim tensors on any device.
     """
 
     def __init__(self, numbers: Sequence[float | Tensor]) -> None:
         self._numbers: list[Any] = [*numbers]
-        # places in the list, by where and what their tensors are
+        # indices in the list, by device and dtype of the tensors
         places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, number in enumerate(numbers):
             if not isinstance(number, Tensor):
@@ -77,7 +77,7 @@ class HostNumbers:
             self._copies.append((together, HostCopy(stacked)))
 
     def read(self) -> list[Any]:
-        """Return Python's numbers. Waits for those that have not arrived yet."""
+        """Return Python numbers, waiting for copies that have not completed yet."""
         for together, copy in self._copies:
             for place, value in zip(together, copy.read().tolist(), strict=True):
                 self._numbers[place] = value
@@ -86,10 +86,10 @@ class HostNumbers:
 
 
 class LateNumber:
-    """A product or quotient of numbers. Some of them are on their way to the host. ``float`` reads it.
+    """A product or quotient of numbers, some of which are in transit to the host. ``float`` reads it.
 
     Args:
-        read: Function that returns the number, and waits if it has not arrived yet.
+        read: Function that returns the number, waiting for a copy that has not completed yet.
     """
 
     def __init__(self, read: Callable[[], float]) -> None:

@@ -1,9 +1,9 @@
-"""Inputs of a call, refused with a message before the call fails on them. Nests of tensors, as inputs and batches are.
+"""Validation of a call's inputs before the call fails on them, and nests of tensors, which inputs and batches consist of.
 
-A nest is a dict, list, tuple, named tuple or dataclass. Its parts are known by path.
+A nest is a dict, list, tuple, named tuple or dataclass. Its parts are identified by path.
 
 The losses of pytorch-metric-learning (PML) that hold one weight per class share attribute names: ``num_classes`` and ``W``,
-``fc`` or ``proxies``. Other losses are checked for rows and NaN only: the same names may mean another layout there.
+``fc`` or ``proxies``. Other losses are only checked for rows and NaN, because the same names may have another layout in them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
-# dimension of a class weight that is the embedding's
+# dimension of a class weight that corresponds to the embedding
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
 _WIDTH_FIX = "Set the loss's embedding_size to the encoder's output width."
 _NAN_FIX = "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients."
@@ -31,7 +31,7 @@ _NAN_FIX = "Look for the first layer or sample that gives NaN; lower the learnin
 
 
 def children_of(nest: Any) -> list[tuple[str, Any]] | None:
-    """List the parts of a nest by key. None for a leaf, as a list of plain values (a column of strings) is."""
+    """List the parts of a nest by key, or return None for a leaf, including a list of plain values (a column of strings)."""
     if isinstance(nest, Mapping):
         return [(f"[{key!r}]", nest[key]) for key in nest]
     if _is_named_tuple(nest):
@@ -51,18 +51,18 @@ def rebuild_nest(nest: Any, children: Sequence[Any]) -> Any:
         return type(nest)(children)
     if isinstance(nest, Mapping) and not isinstance(nest, MutableMapping):
         return type(nest)(dict(zip(nest, children, strict=True)))  # type: ignore[call-arg]
-    # a copy keeps the factory of a defaultdict, and attributes of a dataclass that are no fields
+    # a copy keeps the factory of a defaultdict, and attributes of a dataclass that are not fields
     rebuilt: Any = copy.copy(nest)
     if isinstance(nest, MutableMapping):
         rebuilt.update(zip(nest, children, strict=True))
         return rebuilt
     for field, child in zip(dataclasses.fields(nest), children, strict=True):
-        object.__setattr__(rebuilt, field.name, child)  # frozen ones too
+        object.__setattr__(rebuilt, field.name, child)  # also works for frozen dataclasses
     return rebuilt
 
 
 def leaves(nest: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Walk the leaves of a nest, by path."""
+    """Yield the leaves of a nest, with their paths."""
     children = children_of(nest)
     if children is None:
         yield path, nest
@@ -86,10 +86,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Rebuild a nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
+    """Rebuild a nest of tuples, lists and dicts with each tensor replaced by the result of ``function``."""
     if isinstance(tree, Tensor):
         return function(tree)
-    # a class derived from these may hold more than its items, as a miner's tuples do
+    # a subclass of these may hold more than its items, such as a miner's tuples
     if type(tree) not in (tuple, list, dict) and not _is_named_tuple(tree):
         return tree
     items = tree.values() if isinstance(tree, dict) else tree
@@ -97,7 +97,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether this is a tensor, or an array of numpy (which need not be imported for that)."""
+    """Return whether this is a tensor or a numpy array, without importing numpy."""
     kinds = type(leaf).__mro__
     return isinstance(leaf, Tensor) or any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in kinds)
 
@@ -110,23 +110,23 @@ def _is_nest_or_array(part: Any) -> bool:
     return is_array(part) or children_of(part) is not None
 
 
-# ---------------------------------------------------------------------- calls that are recorded
+# ---------------------------------------------------------------------- captured calls
 
 
 def is_capturing() -> bool:
-    """Return whether the kernels of this thread are recorded instead of run."""
-    # the question is an error where torch is built without CUDA
+    """Return whether the kernels of this thread are captured instead of run."""
+    # the second call raises an error if torch is built without CUDA
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def refuse_capture(title: str) -> None:
-    """Refuse a call inside a capture.
+    """Reject a call inside a capture.
 
     Args:
         title: Name of the called function in the message.
 
     Raises:
-        ConfigurationError: inside ``torch.cuda.graph`` and what uses it.
+        ConfigurationError: inside ``torch.cuda.graph`` and functions that use it.
     """
     if is_capturing():
         raise capture_error(title)
@@ -146,25 +146,25 @@ def capture_error(title: str) -> ConfigurationError:
 
 
 class ValueReading:
-    """Decides when the values of a loss's inputs are looked at, which waits for the device.
+    """Decides when the values of a loss's inputs are inspected, which waits for the device.
 
-    On the CPU that is at every call. Elsewhere it is at the first one. From then on labels are clamped into their range, so that the
-    device survives a wrong one (an index out of range kills the process there). Their extremes, and whether embeddings hold NaN, are read
-    one call later.
+    On the CPU they are inspected in every call, elsewhere in the first one. In later calls on a device, labels are clamped to their
+    range, because an index out of range would kill the process. Their extremes, and whether embeddings contain NaN, are read one call
+    later.
     """
 
     def __init__(self) -> None:
         self._number = 0
-        # copies that were not looked at yet, and the function that refuses bad ones
+        # copies that were not inspected yet, each with the function that rejects bad ones
         self._late: list[tuple[HostCopy, Callable[[Tensor], None]]] = []
 
     def next_call(self, given: Iterable[Tensor]) -> bool:
-        """Note a call with these tensors, and return whether its values are looked at."""
+        """Count a call with these tensors, and return whether its values are inspected."""
         self._number += 1
         return self._number == 1 or on_host(given)
 
     def clamp_labels(self, title: str, labels: Tensor, num_classes: int) -> Tensor:
-        """Return labels clamped to 0 ... C - 1. ``raise_late`` judges the given ones."""
+        """Return labels clamped to 0 ... C - 1. ``raise_late`` checks the original labels."""
         if not labels.numel():
             return labels
         extremes = labels.new_empty(2)
@@ -174,14 +174,14 @@ class ValueReading:
         return labels.clamp(0, num_classes - 1)
 
     def note_nan(self, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look for NaN in the embeddings of a call, which are on an accelerator, in ``raise_late``."""
+        """Search the embeddings of a call, which are on an accelerator, for NaN. ``raise_late`` reads the result."""
         embeddings = given_argument(args, kwargs, 0, "embeddings")
         if is_floating(embeddings) and embeddings.numel():
             judge = partial(_refuse_late_nan, f"{title}: embeddings of call {self._number}")
             self._late.append((HostCopy(embeddings.detach().isnan().any()), judge))
 
     def raise_late(self) -> None:
-        """Refuse the embeddings of the call before this one if they held NaN, and its labels if they had to be clamped.
+        """Reject the embeddings of the previous call if they contained NaN, and its labels if they had to be clamped.
 
         Raises:
             InputError: naming that call.
@@ -194,7 +194,7 @@ class ValueReading:
             judge(values.read())
 
     def __getstate__(self) -> dict[str, Any]:
-        # copies on their way from a device cannot be pickled
+        # copies in transit from a device cannot be pickled
         return {**vars(self), "_late": []}
 
 
@@ -204,7 +204,7 @@ def _refuse_late_nan(what: str, found: Tensor) -> None:
 
 
 def readings_in(module: nn.Module) -> list[ValueReading]:
-    """Return the readings that losses inside a module keep as ``value_reading``."""
+    """Return the readings that losses inside a module store as ``value_reading``."""
     found = [vars(inner).get("value_reading") for inner in module.modules()]
     return [reading for reading in found if isinstance(reading, ValueReading)]
 
@@ -222,13 +222,13 @@ def check_devices(
     buffers: Iterable[Tensor] = (),
     states: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Refuse tensors of a call that lie on several devices, or on another one than the loss or metric.
+    """Reject tensors of a call that are on several devices, or on a different device than the loss or metric.
 
     Args:
         title: Name of the loss or metric in messages.
-        given: Arguments of the call, by name. Numbers, and tensors of one number, may lie anywhere.
+        given: Arguments of the call, by name. Numbers, and tensors of one number, may be on any device.
         parameters: Parameters of the loss or metric.
-        buffers: Those of its buffers that must lie on the device of the rows, too. pytorch-metric-learning moves its own.
+        buffers: Buffers that must also be on the device of the rows. pytorch-metric-learning moves its own buffers.
         states: Accumulated states of a metric, by name.
 
     Raises:
@@ -257,12 +257,12 @@ def check_devices(
 
 
 def is_floating(value: object) -> bool:
-    """Return whether a value is a tensor of a floating dtype."""
+    """Return whether a value is a tensor of a floating-point dtype."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the rows of the first tensor argument. 0 if there is none."""
+    """Return the number of rows of the first tensor argument, or 0 without one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value.shape[0] if value.ndim else 1
@@ -279,16 +279,16 @@ def check_inputs(
     refuse_nan: bool,
     allow_empty: bool,
 ) -> None:
-    """Refuse inputs that the loss cannot take.
+    """Reject inputs that the loss does not support.
 
     Args:
         loss: The loss module.
         title: Name in messages, class and path.
         args: Positional arguments of the call: embeddings (n, D), labels (n,), ...
         kwargs: Keyword arguments of the call.
-        read_values: Also look at the range of the labels. Waits for the device.
-        refuse_nan: Also refuse NaN in the embeddings. Waits for the device.
-        allow_empty: A rank without rows takes part (in a loss over all ranks).
+        read_values: Whether to also check the range of the labels, which waits for the device.
+        refuse_nan: Whether to also reject NaN in the embeddings, which waits for the device.
+        allow_empty: Whether a rank without rows takes part (in a loss over all ranks).
 
     Raises:
         InputError: naming the input, the expected value, and the fix.
@@ -325,12 +325,12 @@ def check_inputs(
 def clamp_labels(
     loss: nn.Module, title: str, args: tuple[Any, ...], kwargs: dict[str, Any], reading: ValueReading
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with its labels in the range of the loss's classes. They are judged at the next call.
+    """Return the arguments of a call with its labels clamped to the loss's classes. The original labels are checked in the next call.
 
     Args:
         loss: The loss module.
         title: Name in messages.
-        args: Positional arguments of the call, which ``check_inputs`` has seen.
+        args: Positional arguments of the call, after ``check_inputs``.
         kwargs: Keyword arguments.
         reading: State of this loss.
     """
@@ -345,12 +345,12 @@ def clamp_labels(
 
 
 def classes_of(loss: nn.Module) -> int | None:
-    """Return the number of classes that labels are checked against. None if the loss has no weight per class."""
+    """Return the number of classes that labels are checked against, or None if the loss does not have a weight per class."""
     return _classes_of_pml(loss, _class_weight(loss))
 
 
 def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int | None:
-    """Return C of a loss of pytorch-metric-learning that holds a weight per class (``_class_weight``). None for another."""
+    """Return C of a loss of pytorch-metric-learning that holds a weight per class (``_class_weight``), or None for another loss."""
     if weight is None or not isinstance(getattr(loss, "num_classes", None), int):
         return None
     name, parameter = weight
@@ -359,12 +359,12 @@ def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int |
 
 
 def given_argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    """Return an argument of a call, given by position or by name. None if it is not given."""
+    """Return an argument of a call, passed by position or by name, or None if it was not passed."""
     return args[position] if len(args) > position else kwargs.get(name)
 
 
 def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
-    """Refuse embeddings that are not (n, width) of a floating dtype.
+    """Reject embeddings that are not (n, width) of a floating-point dtype.
 
     Raises:
         InputError: naming the input, the expected value, and the fix.
@@ -377,19 +377,19 @@ def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
 
 
 def _has_nan(values: Tensor) -> bool:
-    # a sum without NaN has no NaN in it, and costs a tenth
+    # if the sum is not NaN, the values do not contain NaN. This costs a tenth
     return math.isnan(values.detach().sum().item()) and bool(values.isnan().any())
 
 
 def check_labels(title: str, labels: object, rows: int, num_classes: int, *, read_values: bool) -> None:
-    """Refuse labels that are not one integer class per row.
+    """Reject labels that are not one integer class per row.
 
     Args:
         title: Name of the loss in messages.
         labels: (rows,) integers from 0 to ``num_classes - 1`` expected.
         rows: Number of embeddings.
         num_classes: C.
-        read_values: Also look at their range. Waits for the device.
+        read_values: Whether to also check their range, which waits for the device.
 
     Raises:
         InputError: naming the input, the expected value, and the fix.
@@ -417,7 +417,7 @@ def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
 
 
 def _refuse_out_of_range(what: str, num_classes: int, extremes: Tensor) -> None:
-    """Refuse labels by their smallest and largest, unless both are 0 ... C - 1."""
+    """Reject labels by their smallest and largest value, unless both are in 0 ... C - 1."""
     low, high = extremes.tolist()
     if low < 0 or high >= num_classes:
         expected = f"0 to {num_classes - 1} (num_classes={num_classes})"

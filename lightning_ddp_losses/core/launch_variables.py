@@ -1,4 +1,4 @@
-"""Environment variables with which a launcher tells a process that it is one of several ranks. Another job may have left them behind."""
+"""Environment variables by which a launcher informs a process that it is one of several ranks. Another job may have left them behind."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 from collections.abc import Mapping
 
 ADVICE = "If another job left that behind, unset it."
-_OF_SRUN_BY_HAND = ("bash", "interactive")  # names of jobs in which Lightning does not look for tasks of srun
+_OF_SRUN_BY_HAND = ("bash", "interactive")  # job names for which Lightning ignores the tasks of srun
 
 
 def left_over(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a sentence for each variable that changes how a Trainer starts here, and that no launcher of this process explains.
+    """Return a sentence for each variable that changes how a Trainer starts and is not explained by a launcher of this process.
 
     Args:
         environment: Variables of the process.
@@ -38,7 +38,7 @@ def left_over(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def is_of_this_machine(address: str) -> bool:
-    """Return whether a process of this machine can listen at an address, a host name or a number."""
+    """Return whether a process on this machine can listen at an address, which may be a host name or a number."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

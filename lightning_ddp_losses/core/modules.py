@@ -1,14 +1,14 @@
-"""Modules: methods in another's place, and modules that are not registered.
+"""Modules: patched methods, and modules that are not registered.
 
-A patch surrounds one method of one module for the length of a fit, without a change of the module's type. It sits in the instance under the
-method's name: attributes, parameter names, hooks and ``isinstance`` stay those of the plain module. A copy or a pickle of the module
-carries the plain method again.
+A patch replaces one method of one module for the duration of a fit, without changing the module's type. It is stored in the instance under
+the method's name: attributes, parameter names, hooks and ``isinstance`` behave as for the plain module. A copy or a pickle of the module
+has the plain method again.
 
-``nn.Module`` sees only modules in its attributes. Other places that hold modules (a list, a dict, a closure, a callback) are searched
-here. Lightning does not move, synchronise or save unregistered ones. *Hidden* modules are held by an optimizer (or run with gradients
-inside ``training_step``) without being in ``module.parameters()``. Copies without an optimizer are left alone.
+``nn.Module`` only registers modules in its attributes. Other places that hold modules (a list, a dict, a closure, a callback) are searched
+by this module, because Lightning does not move, synchronise or save unregistered modules. *Hidden* modules are held by an optimizer (or run
+with gradients inside ``training_step``) without being in ``module.parameters()``. Copies that are not in an optimizer are ignored.
 
-``ModuleContents`` keeps what a walk over a module has found, and walks again when a slot holds something else.
+``ModuleContents`` stores the result of a walk over a module, and repeats the walk when the content of a slot changes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.core import compat, precision
 
-_MAX_OBJECTS = 20_000  # looked into
-_MAX_ITEMS = 1_000  # of one container: a longer one is data
+_MAX_OBJECTS = 20_000  # number of objects to inspect
+_MAX_ITEMS = 1_000  # items of one container: a longer one is data
 _MAX_DEPTH = 8
 _LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
 _BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
@@ -48,7 +48,7 @@ def eager(function: F) -> F:
 
 
 def eager_recursive(function: F) -> F:
-    """Run the function, and all that it calls, outside torch.compile."""
+    """Run the function, and everything that it calls, outside torch.compile."""
     return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -57,14 +57,14 @@ def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 class MethodPatch:
-    """Takes the place of a method of one module. A subclass defines the call.
+    """Replaces a method of one module. A subclass defines the call.
 
     Args:
         module: Module that has the method.
         name: Name of the method.
 
     Attributes:
-        synchronises: The method's result depends on the rows of all ranks.
+        synchronises: Whether the method's result depends on the rows of all ranks.
     """
 
     synchronises: ClassVar[bool] = False
@@ -75,18 +75,18 @@ class MethodPatch:
         self._original: Callable[..., Any] | None = module.__dict__.get(name)
 
     def install(self) -> None:
-        """Take the method's place."""
+        """Replace the method."""
         self.module.__dict__[self._name] = self
 
     def remove(self) -> None:
-        """Give the place back, unless somebody else has taken it since."""
+        """Restore the method, unless other code has replaced it since."""
         if self.module.__dict__.get(self._name) is self:
             del self.module.__dict__[self._name]
             if self._original is not None:
                 self.module.__dict__[self._name] = self._original
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method as it was."""
+        """Call the original method."""
         if self._original is not None:
             return self._original(*args, **kwargs)
         return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
@@ -104,14 +104,14 @@ def synchronises(module: nn.Module) -> bool:
 
 
 class ModuleContents:
-    """The modules and parameters inside a module. Each step compares their slots, and walks again only if one has changed.
+    """The modules and parameters inside a module. Each step compares their slots, and repeats the walk only if one has changed.
 
     Args:
-        module: Module to look into.
+        module: Module to inspect.
 
     Attributes:
-        modules: The module and all inside it, each once.
-        parameters: Their parameters. One that is held twice appears twice.
+        modules: The module and all modules inside it, each once.
+        parameters: Their parameters. A shared parameter appears once for each slot.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -121,7 +121,7 @@ class ModuleContents:
         self._last_slots: list[object] | None = None
 
     def refresh(self) -> bool:
-        """Bring the contents up to date. Return whether something was added, removed or replaced since the last call."""
+        """Update the contents, and return whether something was added, removed or replaced since the last call."""
         slots, last = self._slots(), self._last_slots
         if last is not None and len(slots) == len(last) and all(map(is_, slots, last)):
             return False
@@ -131,7 +131,7 @@ class ModuleContents:
         return True
 
     def _slots(self) -> list[object]:
-        """Return what the slots of the known modules hold. The loops run in C."""
+        """Return the contents of the slots of the known modules. The loops run in C."""
         return [*compat.all_slots(self.modules, "modules"), *compat.all_slots(self.modules, "parameters")]
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy walks over the copied module
@@ -154,7 +154,7 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
         prefix = f"self.{name}" if name else "self"
         queue += [(f"{prefix}.{key}", value, 0) for key, value in _own_attributes(inner)]
     queue += [(name, value, 0) for name, value in elsewhere.items()]
-    # the queue grows while it is read, and holds only values that can lead to a module
+    # the queue grows while it is iterated, and only contains values that can lead to a module
     for path, value, depth in queue:
         if isinstance(value, _PLAIN) or id(value) in seen:
             continue
@@ -169,7 +169,7 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield a module's own attributes, without what nn.Module and Lightning keep there."""
+    """Yield a module's own attributes, without those that nn.Module and Lightning store in it."""
     kept_by_others = ("_modules", "_parameters", "_buffers", "_trainer", "_fabric", "forward")
     for key, value in vars(module).items():
         if key not in kept_by_others and not isinstance(value, MethodPatch):
@@ -177,7 +177,7 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    # measured: asked of every class, isinstance(value, Mapping) takes a second, as it walks through all subclasses of Mapping
+    # measured: isinstance(value, Mapping) for every class takes a second, because it walks through all subclasses of Mapping
     if hasattr(type(value), "items") and isinstance(value, Mapping):
         yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -190,7 +190,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{path}.__self__", value.__self__
     elif isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            with contextlib.suppress(ValueError):  # an empty cell
                 yield f"{path}.<closure>.{name}", cell.cell_contents
         yield from ((f"{path}.<default {i}>", item) for i, item in enumerate(value.__defaults__ or ()))
     elif _may_hold(type(value).__module__):
@@ -216,7 +216,7 @@ class Hidden:
     Attributes:
         optimised: Unregistered modules with parameters in an optimizer, by path.
         idle: Other unregistered modules with trainable parameters, by path.
-        loose: Optimised parameters of no module that the search could reach, described.
+        loose: Descriptions of optimised parameters that do not belong to any module within reach of the search.
     """
 
     optimised: dict[str, nn.Module]
@@ -233,7 +233,7 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
         elsewhere: Other objects to search, by the name that paths should start with (callbacks, data module).
     """
     registered = {id(p) for p in module.parameters()}
-    # 1. optimised parameters that the module does not know
+    # 1. optimised parameters that are not registered in the module
     unregistered: dict[int, str] = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
@@ -241,7 +241,7 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
                 if id(parameter) not in registered:
                     place = f"optimizer {i}, group {j}"
                     unregistered[id(parameter)] = f"a parameter of shape {tuple(parameter.shape)} in {place}"
-    # 2. the modules that hold them, and others that could be trained
+    # 2. the modules that hold them, and other trainable modules
     optimised: dict[str, nn.Module] = {}
     idle: dict[str, nn.Module] = {}
     for path, found in unregistered_modules(module, elsewhere):
@@ -252,5 +252,5 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
                 unregistered.pop(id(p), None)
         elif any(p.requires_grad for p in own):
             idle[path] = found
-    # 3. the rest belongs to no module within reach
+    # 3. the remaining parameters do not belong to a module within reach
     return Hidden(optimised, idle, list(unregistered.values()))

@@ -1,6 +1,6 @@
-"""The values of options, read such that changes can be seen: copies of plain values and containers, tensors by their count of writes.
+"""The values of options, read such that changes can be detected: copies of plain values and containers, tensors by their write count.
 
-What cannot be read (an open file, an object of a library) is ``UNREAD``.
+Values that cannot be read (an open file, an object of a library) are ``UNREAD``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, range, 
 """Types of values that cannot change in place."""
 
 _PLAIN_TYPES = frozenset(PLAIN)
-_MOST_ITEMS = 1_000  # in a value: a longer container is data
-_DEEPEST = 4  # containers and objects inside each other
-# numbers of a process, by name: not compared, wherever they are
+_MOST_ITEMS = 1_000  # limit for a value: a longer container is data
+_DEEPEST = 4  # nesting depth of containers and objects
+# names of values that belong to a process, which are not compared wherever they occur
 _OF_PROCESSES = frozenset(
     {"rank", "local_rank", "global_rank", "node_rank", "world_rank", "process_index", "gpu", "gpu_id", "device_id"}
 )
@@ -43,7 +43,7 @@ def hash_of(data: bytes) -> str:
 
 
 def is_of_process(name: object) -> bool:
-    """Return whether a name says that its value is one of this process."""
+    """Return whether a name indicates that its value belongs to this process."""
     return isinstance(name, str) and name.strip("_") in _OF_PROCESSES
 
 
@@ -55,7 +55,7 @@ def can_be_hashed(tensor: Tensor | None) -> bool:
 
 
 class Name(str):
-    """A name, which is shown without quotes."""
+    """A name that is shown without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -68,7 +68,7 @@ class Shape(tuple):  # type: ignore[type-arg]
 
 
 class _Unread:
-    """Stands for a value that cannot be read, or that is not compared."""
+    """Represents a value that cannot be read, or that is not compared."""
 
     def __repr__(self) -> str:
         return "..."
@@ -81,10 +81,10 @@ UNREAD = _Unread()
 
 
 class _Copied:
-    """Stands in a copy for what the original was compared by. A tensor or container of the copy is the same if its content is.
+    """Replaces, in a copy, the value that the original was compared by. A tensor or container of the copy is equal if its content is.
 
     Args:
-        text: Hash of the content. None: it had changed since it was read.
+        text: Hash of the content. None if it had changed since it was read.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -103,7 +103,7 @@ class _Copied:
 
 
 class Written:
-    """A tensor, array or long container that is compared by identity, and by its count of writes or its length.
+    """A tensor, array or long container that is compared by identity, and by its write count or its length.
 
     Its text is a hash of its content.
     """
@@ -139,27 +139,27 @@ class Written:
 
 
 def read_value(value: Any) -> Any:
-    """Return a copy of a value whose changes can be seen, or ``UNREAD``."""
+    """Return a copy of a value in which changes can be detected, or ``UNREAD``."""
     if type(value) in _PLAIN_TYPES:
         return value
     try:
         return _Reader().read(value, 0)
-    except Exception:  # an object of the user's may refuse to be looked at
+    except Exception:  # a user's object may raise an error when it is inspected
         return UNREAD
 
 
 class _Reader:
-    """Reads a value and, inside it, at most ``_MOST_ITEMS`` others."""
+    """Reads a value and at most ``_MOST_ITEMS`` values inside it."""
 
     def __init__(self) -> None:
         self._left = _MOST_ITEMS
 
     def read(self, value: Any, depth: int) -> Any:
-        """Return a copy of a value that lies so many values deep."""
+        """Return a copy of a value at the given nesting depth."""
         if isinstance(value, (*PLAIN, numbers.Number)):
             return value
         if isinstance(value, (enum.Enum, type, torch.device)):
-            # the number of a device is where a rank computes
+            # the index of a device depends on the rank
             return Name(value.type if isinstance(value, torch.device) else getattr(value, "__qualname__", value))
         if depth == _DEEPEST or isinstance(value, (nn.Parameter, nn.Module)):
             return UNREAD
@@ -192,7 +192,7 @@ class _Reader:
         return tuple(items) if isinstance(container, tuple) else items
 
     def _read_function(self, function: Any, depth: int) -> Any:
-        """Return what a function carries: its defaults, variables around it, names and numbers in its code, but no tensors."""
+        """Return what a function contains: its defaults, closure variables, and names and numbers in its code, but not tensors."""
         if isinstance(function, types.MethodType):
             function = function.__func__
         if isinstance(function, partial):
@@ -202,7 +202,7 @@ class _Reader:
             return name
         code, carried = function.__code__, [function.__defaults__, function.__kwdefaults__]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a variable without a value yet
+            with contextlib.suppress(ValueError):  # an unassigned variable
                 if not is_of_process(variable):
                     carried.append(cell.cell_contents)
         constants = [constant for constant in code.co_consts if isinstance(constant, (bool, int, float))]
@@ -216,7 +216,7 @@ class _Reader:
 
 @functools.lru_cache(maxsize=1024)
 def _only_holds_values(cls: Any) -> bool:
-    """Return whether objects of a class have attributes and do nothing with them, as a configuration. Others may be meters or logs."""
+    """Return whether a class only holds attributes, like a configuration. Objects of other classes may be meters or logs."""
     if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
         return True
     bases = [base for base in cls.__mro__ if base is not object]
@@ -228,6 +228,6 @@ def _only_holds_values(cls: Any) -> bool:
 def is_of_program(module: str) -> bool:
     """Return whether a Python module is part of the user's program. Objects of libraries may hold paths, times or caches."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:  # a notebook is a program without a file
+    if file is None:  # a notebook does not have a file
         return module == "__main__"
     return module.partition(".")[0] != _PACKAGE and not file.startswith(_INSTALLED)

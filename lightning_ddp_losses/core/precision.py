@@ -1,11 +1,11 @@
-"""In which precision a loss computes: never below float32, never below its parameters or inputs.
+"""The precision in which a loss computes: never below float32, and never below the precision of its parameters or inputs.
 
-Autocast halves the products inside a loss. pytorch-metric-learning 2.9 then assigns its weight in the dtype of the embeddings, for
-good: under ``bf16-mixed`` and Lightning 2.6 the next step dies with a misleading error about unused parameters, or, in a DDP of its
-own, the weight's gradient silently stops being reduced (measured 2026). So a loss runs with autocast off, in
-``promote(float32, parameters, inputs)``, and its parameters and buffers keep the dtype they have. If that is lower, the loss sees
-casts of them for the length of the call (class weights in bf16 with rows in float32 are an error of torch's). ``PrecisionKeeper``
-keeps them out of a precision plugin's halving (``bf16-true``, ``16-true``).
+Autocast reduces the precision of products inside a loss. pytorch-metric-learning 2.9 then permanently assigns its weight in the dtype of
+the embeddings: under ``bf16-mixed`` and Lightning 2.6 the next step fails with a misleading error about unused parameters, or, in a
+separate DDP, the weight's gradient silently stops being reduced (measured 2026). Therefore a loss runs with autocast off, in
+``promote(float32, parameters, inputs)``, and its parameters and buffers keep their dtype. If that is lower, the loss computes with casts of
+them for the duration of the call (class weights in bf16 with rows in float32 are an error in torch). ``PrecisionKeeper``
+protects them from a precision plugin that would convert them to half precision (``bf16-true``, ``16-true``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CROSS_BATCH_MEMORY = "pytorch_metric_learning.losses.cross_batch_memory.CrossBa
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return ``promote(float32, ...)`` over the floating tensors. Integers, booleans and complex numbers do not count."""
+    """Return ``promote(float32, ...)`` over the floating-point tensors, ignoring integers, booleans and complex numbers."""
     dtype = torch.float32
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -34,7 +34,7 @@ def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def narrow_dtype(tensors: Iterable[object]) -> torch.dtype | None:
-    """Return bfloat16 or float16 if all floating tensors are of that dtype, else None."""
+    """Return bfloat16 or float16 if all floating-point tensors have that dtype, otherwise None."""
     dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()}
     if len(dtypes) != 1:
         return None
@@ -44,11 +44,11 @@ def narrow_dtype(tensors: Iterable[object]) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class CallTensors:
-    """The tensors of one call of a module, found in one walk over both.
+    """The tensors of one call of a module, found in one walk over the module and the arguments.
 
     Attributes:
         given: Tensors among the arguments.
-        modules: The module, and all inside it.
+        modules: The module, and all modules inside it.
         parameters: Their parameters.
     """
 
@@ -63,13 +63,13 @@ class CallTensors:
         return cls(inputs.tensors_in((args, kwargs)), modules, parameters_in(modules))
 
     def are_on_one_device(self, others: Iterable[Tensor] = ()) -> bool:
-        """Return whether all tensors with a dimension, all parameters and some other tensors lie on one device."""
+        """Return whether all tensors with a dimension, all parameters and the given other tensors are on one device."""
         devices = {tensor.device for tensor in self.given if tensor.ndim}
         return len(devices.union(tensor.device for tensor in (*self.parameters, *others))) < 2
 
 
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
-    """Return whether a call computes in ``dtype`` already: no autocast, no low default dtype, no floating tensor of another."""
+    """Return whether a call already computes in ``dtype``: no autocast, no low default dtype, no floating-point tensor of another dtype."""
     return (
         torch.get_default_dtype().itemsize >= torch.float32.itemsize
         and not any(map(_autocasts, device_types))
@@ -78,18 +78,18 @@ def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[T
 
 
 def _autocasts(device_type: str) -> bool:
-    """Return whether autocast is on. Torch refuses the question for some devices (``meta``)."""
+    """Return whether autocast is enabled. For some devices (``meta``) torch raises an error for this query."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def modules_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """Return a module and all inside it, each once, level by level: in a tenth of the time of ``module.modules()``.
+    """Return a module and all modules inside it, each once, level by level: in a tenth of the time of ``module.modules()``.
 
-    Each step asks, so that modules replaced, added or removed in between are seen. The work is done per level and not per module.
+    Each step calls this, so that modules replaced, added or removed in between are found. The work is done per level and not per module.
 
     Args:
-        module: The outermost one.
-        left_out: Modules that are not visited, with all that is inside them alone.
+        module: The outermost module.
+        left_out: Modules that are not visited, together with modules that are only inside them.
     """
     skipped = set(map(id, left_out))  # a metric's own hash reads all of its states
     found: dict[int, nn.Module] = {}
@@ -102,24 +102,24 @@ def modules_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> list[nn
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the parameters that some modules hold themselves, one that is held twice twice."""
+    """Return the parameters that some modules hold directly. A shared parameter appears once for each slot."""
     return [parameter for parameter in compat.all_slots(modules, "parameters") if parameter is not None]
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
-    """Return all parameters, one that is held twice twice: in a tenth of the time of ``module.parameters()``."""
+    """Return all parameters, shared ones once for each slot: in a tenth of the time of ``module.parameters()``."""
     return parameters_in(modules_of(module))
 
 
 def has_buffers(module: nn.Module, left_out: Iterable[nn.Module]) -> bool:
-    """Return whether a module has buffers, apart from those of some modules inside it."""
+    """Return whether a module has buffers, apart from the buffers of some modules inside it."""
     return any(buffer is not None for buffer in compat.all_slots(modules_of(module, left_out), "buffers"))
 
 
 def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return the floating buffers of some modules that are lower than ``dtype``: owner, name, buffer.
+    """Return the floating-point buffers of some modules that are lower than ``dtype``: owner, name, buffer.
 
-    Wider ones stay: they may add up what must not lose digits. So do those of a class that casts its own.
+    Wider buffers are excluded, because they may accumulate values without losing digits, and so are buffers that their class casts itself.
     """
     found = list[tuple[nn.Module, str, Tensor]]()
     if not [*compat.all_slots(modules, "buffers")]:
@@ -134,14 +134,14 @@ def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tup
 
 
 def _casts_its_buffers(module: nn.Module) -> bool:
-    """Return whether a class of pytorch-metric-learning gives its buffers the dtype of its inputs by itself, for good."""
+    """Return whether a class of pytorch-metric-learning itself permanently casts its buffers to the dtype of its inputs."""
     return any(f"{cls.__module__}.{cls.__name__}" == _CROSS_BATCH_MEMORY for cls in type(module).__mro__)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Rebuild a nest with its floating tensors in ``dtype``. One tensor that appears twice stays one tensor.
+    """Rebuild a nest with its floating-point tensors in ``dtype``. A tensor that appears twice remains a single tensor.
 
-    (A loss may ask whether ``ref_emb is embeddings``.)
+    (A loss may check whether ``ref_emb is embeddings``.)
     """
     done: dict[int, Tensor] = {}
 
@@ -155,16 +155,16 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return inputs.map_tensors(cast, tree)
 
 
-_switched_off: list[None] = []  # one for each block, inside another, that has switched autocast off
+_switched_off: list[None] = []  # one entry for each nested block that has disabled autocast
 
 
 def is_autocast_on() -> bool:
-    """Return whether the program is inside autocast. Here it may be off, as a loss computes without it."""
+    """Return whether the program is inside autocast, even if a loss has disabled it for its own computation."""
     return bool(_switched_off) or compat.is_any_autocast_on()
 
 
 def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[object]:
-    """Return a block that switches autocast off if it is on now. Contexts take time, and usually none is needed."""
+    """Return a block that disables autocast if it is enabled. Otherwise the overhead of context managers is avoided."""
     on = [device_type for device_type in set(device_types) if _autocasts(device_type)]
     if not on:
         return contextlib.nullcontext()
@@ -178,7 +178,7 @@ def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[obje
 
 @contextlib.contextmanager
 def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[None]:
-    """Switch autocast off, and keep torch's default dtype from being below ``dtype``, for the length of the block."""
+    """Disable autocast, and keep torch's default dtype from being below ``dtype``, for the duration of the block."""
     default = torch.get_default_dtype()
     wide = torch.promote_types(default, dtype)
     with without_autocast(device_types), contextlib.ExitStack() as stack:
@@ -190,10 +190,10 @@ def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[
 
 @contextlib.contextmanager
 def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module`` see its lower floating parameters and buffers in ``dtype``. Gradients reach the parameters themselves.
+    """Replace lower floating-point parameters and buffers of ``module`` by casts to ``dtype``. Gradients reach the original parameters.
 
-    An assignment to ``parameter.data`` inside the block touches the cast only. A write into a buffer reaches the
-    buffer, in the buffer's dtype. A buffer that it replaces stays replaced.
+    An assignment to ``parameter.data`` inside the block only affects the cast. A write into a buffer is copied to the buffer, in the
+    buffer's dtype. A buffer that the module replaces stays replaced.
     """
     parameters = []
     for owner in module.modules():
@@ -201,14 +201,14 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 parameters.append((owner, name, parameter))
     buffers = narrow_buffers(modules_of(module), dtype)
-    # a tensor that lies in two slots has one cast
+    # a tensor in two slots has a single cast
     cast: dict[int, Tensor] = {id(parameter): parameter.to(dtype) for _, _, parameter in parameters}
-    with torch.inference_mode(False):  # here tensors count writes
+    with torch.inference_mode(False):  # so that the casts count writes
         cast |= {id(buffer): buffer.to(dtype) for _, _, buffer in buffers}
     versions = {id(buffer): compat.tensor_version(cast[id(buffer)]) for _, _, buffer in buffers}
     try:
         for owner, name, parameter in parameters:
-            # a registered slot only takes a Parameter by assignment. The module reads any tensor in it
+            # a registered slot only accepts a Parameter by assignment, but the module can use any tensor in it
             compat.parameter_slots(owner)[name] = cast[id(parameter)]  # type: ignore[assignment]
         for owner, name, buffer in buffers:
             compat.buffer_slots(owner)[name] = cast[id(buffer)]
@@ -227,20 +227,20 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class PrecisionKeeper:
-    """Remembers floating parameters and buffers, and restores those that came back in a lower precision."""
+    """Records floating-point parameters and buffers, and restores those whose precision was lowered afterwards."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def remember(self, modules: Iterable[nn.Module]) -> None:
-        """Note values and dtypes as they are now."""
+        """Record the current values and dtypes."""
         self._before = []
         for module in modules:
             tensors = [*module.parameters(), *module.buffers()]
             self._before += [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
 
     def restore(self) -> None:
-        """Give back the remembered values wherever the dtype went down. A wider dtype stays."""
+        """Restore the recorded values wherever the precision was lowered. A wider dtype is kept."""
         for tensor, before in self._before:
             if torch.promote_types(tensor.dtype, before.dtype) != tensor.dtype:
                 tensor.data = before

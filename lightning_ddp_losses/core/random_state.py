@@ -1,7 +1,7 @@
-"""Random state: save the generators that some code may draw from, perhaps seed them, and put all of them back afterwards.
+"""Random state: save the generators that some code may draw from, optionally seed them, and restore all of them afterwards.
 
-Code of others draws from any generator: torch's, a separate one, numpy's or Python's,
-pytorch-metric-learning's ``c_f.NUMPY_RANDOM``. This is the one place that knows how each kind is saved, seeded and put back.
+Third-party code may draw from any generator: torch's, a separate one, numpy's or Python's,
+pytorch-metric-learning's ``c_f.NUMPY_RANDOM``. This module defines how each kind is saved, seeded and restored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_ddp_losses.core import compat
 
 
 class CountedDraws:
-    """Counts the calls of a module that draws again in each.
+    """Counts the calls of a module that draws new numbers in each call.
 
     Attributes:
         number: Calls so far.
@@ -38,13 +38,13 @@ def read_draw_counts(module: nn.Module) -> dict[str, int]:
 
 
 def write_draw_counts_(module: nn.Module, counts: Mapping[str, int]) -> None:
-    """Let the counters in a module go on from here. A path that it does not have is left out."""
+    """Set the counters in a module to these values. Paths that the module does not have are ignored."""
     for path, draws in _counters_in(module).items():
         draws.number = counts.get(path, draws.number)
 
 
 def _counters_in(module: nn.Module) -> dict[str, CountedDraws]:
-    """Return the counters of a module and of those in it."""
+    """Return the counters of a module and of all modules inside it."""
     found = {}
     for path, inner in module.named_modules():
         for name, value in vars(inner).items():
@@ -54,7 +54,7 @@ def _counters_in(module: nn.Module) -> dict[str, CountedDraws]:
 
 
 _WORDS = 624
-_ABSENT = -1  # the place of a generator that is of another kind. It is left alone
+_ABSENT = -1  # position stored for a generator of another kind, which is not restored
 _TWISTER = "MT19937"
 
 
@@ -62,10 +62,10 @@ def read_random_states(device: torch.device) -> dict[str, Tensor]:
     """Return the states of this process's generators, by name.
 
     Args:
-        device: Device that has the further generator, as the current one of its kind. The CPU has torch's alone.
+        device: Device with the additional generator, which must be the current device of its kind. For the CPU only torch's is saved.
 
     Returns:
-        uint8 tensors on the CPU. Their names and sizes depend on the kind of the device and the release of torch alone.
+        uint8 tensors on the CPU. Their names and sizes depend only on the kind of the device and the release of torch.
     """
     states = {"torch": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
     module = _device_module(device)
@@ -75,18 +75,18 @@ def read_random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def write_random_states_(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put the generators of this process where ``read_random_states`` found them.
+    """Restore the generators of this process to the states returned by ``read_random_states``.
 
     Args:
         states: Its result.
         device: The same device.
     """
-    # copies: of a row of a larger tensor, torch 2.13 reads beyond its memory and crashes
+    # clone it: for a row of a larger tensor, torch 2.13 reads beyond its memory and crashes
     torch.set_rng_state(states["torch"].clone())
     # 1. Python
     words, place, normal = _from_twister(states["python"])
     random.setstate((3, (*words, place), normal))
-    # 2. numpy, if it is of the kind that was saved
+    # 2. numpy, if the saved generator was of this kind
     words, place, normal = _from_twister(states["numpy"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and place != _ABSENT:
@@ -99,11 +99,11 @@ def write_random_states_(states: Mapping[str, Tensor], device: torch.device) -> 
 
 
 def seed_generators_(seed: int, device: torch.device) -> None:
-    """Seed the generators of this process, without the devices that it does not use.
+    """Seed the generators of this process, excluding devices that it does not use.
 
     Args:
         seed: 0 to 2**63 - 1.
-        device: Device that has a further generator to seed.
+        device: Device with an additional generator to seed.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -116,7 +116,7 @@ def seed_generators_(seed: int, device: torch.device) -> None:
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a seed that belongs to these numbers: neighbouring ones give unrelated seeds.
+    """Return a seed derived from these numbers, such that neighbouring numbers give unrelated seeds.
 
     Returns:
         0 to 2**63 - 1.
@@ -126,7 +126,7 @@ def derived_seed(*numbers: int) -> int:
 
 
 def _device_module(device: torch.device) -> Any:
-    """Return torch's module of a kind of device (``torch.cuda``), None if the device has no separate generator."""
+    """Return torch's module for a kind of device (``torch.cuda``), or None if the device does not have a separate generator."""
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     return module if hasattr(module, "get_rng_state") else None
 
@@ -146,24 +146,24 @@ def _numpy_state() -> Tensor:
 
 
 def _twister(words: Sequence[int], place: int, normal: float | None) -> Tensor:
-    """Return a Mersenne Twister's state: words, place, whether there is a normal number left, and its bits."""
+    """Return a Mersenne Twister's state: words, position, whether a normal number is left, and its bits."""
     (bits,) = struct.unpack("<q", struct.pack("<d", normal or 0.0))
     return torch.tensor([*words, place, int(normal is not None), bits]).view(torch.uint8)
 
 
 def _from_twister(state: Tensor) -> tuple[list[int], int, float | None]:
-    # a row of a larger tensor may not lie where int64 can
+    # a row of a larger tensor may not be aligned for int64
     *words, place, has_normal, bits = state.clone().view(torch.int64).tolist()
     (normal,) = struct.unpack("<d", struct.pack("<q", bits))
     return words, place, normal if has_normal else None
 
 
 NUMPY_SEEDS = 1 << 32
-"""numpy takes no larger seed."""
+"""Number of seeds that numpy accepts."""
 
 
 class RandomSource(NamedTuple):
-    """A generator: how its state is read, put back, and made from a seed."""
+    """A generator: functions that read its state, restore it, and seed it."""
 
     get_state: Callable[[], Any]
     set_state: Callable[[Any], Any]
@@ -173,7 +173,7 @@ class RandomSource(NamedTuple):
 def torch_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """Return torch's own generators of the CPU and of the accelerators among these, each once.
 
-    Not ``torch.manual_seed``'s choice: it seeds every device there is, and formats a stack trace for each kind that is not in use.
+    Unlike these, ``torch.manual_seed`` seeds every existing device, and formats a stack trace for each kind that is not in use.
     """
     places = {(device.type, device.index or 0) for device in devices if device.type not in ("cpu", "meta")}
     found = [torch.default_generator]
@@ -183,7 +183,7 @@ def torch_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def devices_in_use() -> list[torch.device]:
-    """Return the accelerators that this process may have drawn on. A kind that it has not woken up stays asleep."""
+    """Return the accelerators on which this process may have drawn numbers, without initialising a kind of device."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []
@@ -194,7 +194,7 @@ def devices_in_use() -> list[torch.device]:
 
 
 def global_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
-    """Return the generators that any code may use without being given one: torch's, Python's, and numpy's if it is loaded."""
+    """Return the generators that any code can use implicitly: torch's, Python's, and numpy's if it is loaded."""
     generators: list[Any] = [*torch_generators(devices), random]
     numpy = sys.modules.get("numpy")  # a module that is not loaded has not drawn
     if numpy is not None:
@@ -204,11 +204,11 @@ def global_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
 
 @contextlib.contextmanager
 def preserve_random_state(generators: Iterable[object], *, seed: int | None = None) -> Iterator[None]:
-    """Put generators back at the end of the block.
+    """Restore the state of generators at the end of the block.
 
     Args:
-        generators: Generators of torch, Python or numpy, also modules (``random``, ``numpy.random``). Other objects are left alone.
-        seed: Seed of all of them at the start of the block. None: they go on.
+        generators: Generators of torch, Python or numpy, including modules (``random``, ``numpy.random``). Other objects are ignored.
+        seed: Seed for all of them at the start of the block. If None, they continue from their current state.
     """
     unique = {id(generator): generator for generator in generators}
     sources = [source for source in map(random_source, unique.values()) if source is not None]
@@ -224,17 +224,17 @@ def preserve_random_state(generators: Iterable[object], *, seed: int | None = No
 
 
 class RandomStates:
-    """States of torch's generators at the start of several runs, so that a run that is repeated draws the same numbers.
+    """States of torch's generators at the start of several runs, so that a repeated run draws the same numbers.
 
-    The memory of all states is allocated before the first run. It is Python's memory and is read and written by address, as modes of torch
-    (fake tensors) refuse operators on tensors that they have not made.
+    The memory of all states is allocated before the first run. It is Python's memory and is read and written by address, because modes of
+    torch (fake tensors) reject operators on tensors that were not created by them.
 
     Args:
         devices: Devices that runs draw on, besides the CPU.
         runs: Number of runs.
 
     Attributes:
-        are_complete: Whether the generators of all devices are known. If not, use torch's own way for all of them.
+        are_complete: Whether the generators of all devices are known. If not, use torch's own mechanism for all of them.
     """
 
     def __init__(self, devices: Iterable[torch.device], runs: int) -> None:
@@ -246,10 +246,10 @@ class RandomStates:
 
     @contextlib.contextmanager
     def of_run(self, number: int) -> Iterator[None]:
-        """Store the states if this is the first time of a run. Otherwise start from them, and put the generators back at the end.
+        """Store the states when a run is executed for the first time. Otherwise start from them, and restore the generators at the end.
 
         Args:
-            number: Number of the run, from 0 on. First times come in this order.
+            number: Number of the run, starting at 0. First executions must follow this order.
         """
         if number == self._stored:
             self._store_(number)
@@ -276,7 +276,7 @@ class RandomStates:
 
 
 def random_source(generator: Any) -> RandomSource | None:
-    """Return how a generator is saved, put back and seeded. None for anything else."""
+    """Return functions that save, restore and seed a generator, or None for any other object."""
     if isinstance(generator, torch.Generator):
         return RandomSource(generator.get_state, generator.set_state, generator.manual_seed)
     if generator is random or isinstance(generator, random.Random):
@@ -292,7 +292,7 @@ def random_source(generator: Any) -> RandomSource | None:
 
 
 def _numpy_generator(bits: Any) -> RandomSource:
-    """Return the source of a numpy ``Generator``. Its state is an attribute, and its seed makes a new one."""
+    """Return the source of a numpy ``Generator``, whose state is an attribute, and which is seeded through a new bit generator."""
 
     def set_state(state: Any) -> None:
         bits.state = state

@@ -1,6 +1,6 @@
-"""The signature of a call: what of its arguments, weights and modes decides how it is computed. Plans are stored by it.
+"""The signature of a call: the properties of its arguments, weights and modes that determine how it is computed. Plans are stored by it.
 
-Numbers of rows and values of arguments are no part of it: they change from call to call, and ranks may have different ones.
+Numbers of rows and values of arguments are excluded, because they change from call to call and may differ between ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.core import compat
 
 MOST_PLANS = 32
-"""Plans that an object stores. The oldest one is dropped for a new one."""
+"""Maximum number of plans that an object stores. The oldest plan is dropped for a new one."""
 
 Plan = TypeVar("Plan")
 
 
 class Signature(NamedTuple):
-    """What a plan of a call follows from. Equal signatures have equal hashes.
+    """The properties of a call from which its plan is derived. Equal signatures have equal hashes.
 
     Attributes:
-        arguments: The number of positional arguments, the names of the others, and of each argument its form, and the position of the
-            first one that is the same object.
-        weights: Of each parameter and buffer its dtype, device, need of a gradient and shape.
-        modes: Whether gradients, inference mode and autocast are on, and the default dtype.
+        arguments: The number of positional arguments, the names of keyword arguments, and for each argument its form and the position of
+            the first one that is the same object.
+        weights: For each parameter and buffer its dtype, device, need of a gradient and shape.
+        modes: Whether gradients, inference mode and autocast are enabled, and the default dtype.
     """
 
     arguments: tuple[Any, ...]
@@ -48,11 +48,11 @@ class Signature(NamedTuple):
             args: Positional arguments.
             kwargs: Arguments by name.
             weights: Parameters and buffers of the called module.
-            batch_dims: Dimension that counts samples, by position or name (default 0). None: all dimensions are part of the signature.
+            batch_dims: Dimension that counts samples, by position or name (default 0). With None, all dimensions are in the signature.
         """
         tensors: list[Tensor] = []
         arguments: list[Any] = [len(args), *kwargs]
-        first_places: dict[int, int] = {}  # of each object among the arguments
+        first_places: dict[int, int] = {}  # by id of each object among the arguments
         dims = batch_dims or {}
         for name, value in zip((*range(len(args)), *kwargs), (*args, *kwargs.values()), strict=True):
             first = first_places.setdefault(id(value), len(arguments))
@@ -96,10 +96,10 @@ def _form(value: Any, batch_dim: int | None, tensors: list[Tensor]) -> Any:
 
 
 class Plans(dict[tuple[Any, ...], Plan]):
-    """The plans of one object, by the signature of a call. A copy or a pickle has none."""
+    """The plans of one object, by the signature of a call. A copy or a pickle is empty."""
 
     def add(self, signature: tuple[Any, ...], plan: Plan) -> None:
-        """Store a plan. The oldest one is dropped if there are too many."""
+        """Store a plan, dropping the oldest one if there are too many."""
         if len(self) == MOST_PLANS:
             del self[next(iter(self))]
         self[signature] = plan

@@ -1,13 +1,13 @@
-"""Single-cell-like counts to try large batches on: drawn from a seed, on disk, read a batch at a time.
+"""Counts similar to single-cell data, to try large batches: drawn from a seed, stored on disk, read one batch at a time.
 
-A cell has a type. Types belong to families (a tree of two levels, as cells of an organism do). A type is a profile: the share of each
-gene in what its cells express. Of a cell with a library of ``n`` molecules, gene ``g`` with share ``p_g`` is counted::
+A cell has a type. Types belong to families (a tree of two levels, as for the cells of an organism). A type is a profile: the share of each
+gene in the expression of its cells. For a cell with a library of ``n`` molecules, gene ``g`` with share ``p_g`` is counted::
 
     rate_g = n p_g z_g                    z_g ~ Gamma(shape r, mean 1): cells of one type differ
-    count_g ~ Poisson(rate_g)             and is lost (0) with probability K / (K + rate_g): dropouts hit weakly expressed genes
+    count_g ~ Poisson(rate_g)             and is lost (0) with probability K / (K + rate_g): dropouts affect weakly expressed genes
 
-The counts lie in one ``.npy`` file that every rank maps, so that memory does not grow with the number of cells; only the labels and the
-order of an epoch do, by a few bytes a cell.
+The counts are stored in one ``.npy`` file that every rank maps, so that memory does not grow with the number of cells. Only the labels and
+the order of an epoch do, by a few bytes per cell.
 
 Source of the dropouts' form: Andrews, Hemberg, "M3Drop" (2019), Bioinformatics 35(16).
 """
@@ -27,35 +27,35 @@ from lightning_ddp_losses.demo.tables import PathLike
 from lightning_ddp_losses.errors import expect, expect_count
 
 _TYPES_OF_A_FAMILY = 10
-_BLOCK = 1_000  # cells drawn at a time, each block from a seed of its own
-_MOLECULES = 3_000  # median library of a cell. Its logarithm varies by
+_BLOCK = 1_000  # number of cells drawn at a time, each block with a separate seed
+_MOLECULES = 3_000  # median library of a cell. The next constant is the standard deviation of its logarithm
 _LIBRARY_SPREAD = 0.5
 _GAMMA_SHAPE = 2.0  # r: small if cells of one type differ much
 _HALF_LOST = 0.5  # K: the rate at which half of the counts are lost
-# how much the logarithm of a gene's share varies: over genes, over families and, of few genes, over the types of a family
+# standard deviation of the logarithm of a gene's share: over genes, over families and, for few genes, over the types of a family
 _GENE_SPREAD, _FAMILY_SPREAD, _TYPE_SPREAD = 1.2, 0.5, 1.0
-_MARKED_GENES = 0.05  # share of the genes that tell a type from others of its family
+_MARKED_GENES = 0.05  # share of the genes that distinguish a type within its family
 
 
 class CellsDataModule(BatchedArrayDataModule):
-    """Counts (cells, genes) uint16 in a file that is written once, a seeded part of them held out.
+    """Counts (cells, genes) uint16 in a file that is written once, with a seeded part of them held out.
 
-    The labels are known at once. The file is written by ``prepare_data``, by one rank of each node (100,000 cells of 2,000 genes: 400 MB,
-    half a minute), and found again by its name, which describes its contents.
+    The labels are available immediately. The file is written by ``prepare_data``, by one rank of each node (100,000 cells of 2,000 genes:
+    400 MB, half a minute), and is found again by its name, which describes its contents.
 
     Args:
         cells: Number of cells, N.
-        genes: Number of genes of each.
-        types: Number of cell types, the labels. Ten of them are a family.
+        genes: Number of genes of each cell.
+        types: Number of cell types, the labels. Ten of them form a family.
         batch_size: Cells of the GLOBAL batch, over all ranks.
         held_out_cells: Cells that are never trained on. Their number does not grow with `cells`, as their embeddings stay in memory.
-        seed: Fixes the counts, the split and, with the epoch, the order of training.
+        seed: Determines the counts, the split and, with the epoch, the order of training.
         folder: Folder of the file.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Cells of each type in a training batch, for losses that compare rows. None: cells at random.
+        m_per_class: Cells of each type in a training batch, for losses that compare rows. If None, cells are drawn at random.
 
     Raises:
-        ConfigurationError: Numbers that cannot work.
+        ConfigurationError: Invalid numbers.
 
     Example:
         >>> data = CellsDataModule(cells=300, genes=20, types=30, batch_size=60, held_out_cells=50)
@@ -89,7 +89,7 @@ class CellsDataModule(BatchedArrayDataModule):
         self.held_out_rows, self.train_rows = np.sort(order[:held_out_cells]), np.sort(order[held_out_cells:])
 
     def prepare_data(self) -> None:
-        """Write the counts, unless they are there."""
+        """Write the counts, unless the file exists."""
         if not self.path.exists():
             write_counts(self.path, self.labels, self.genes, self.types, self.seed)
 
@@ -104,12 +104,12 @@ class CellsDataModule(BatchedArrayDataModule):
 
 
 class CellsEncoder(MLPEncoder):
-    """Normalises counts, then `MLPEncoder`.
+    """Normalises counts, then applies `MLPEncoder`.
 
     Args:
         genes: Counts of one cell.
         embedding_size: Width D of the embedding.
-        hidden: Widths of the layers between.
+        hidden: Widths of the hidden layers.
 
     Example:
         >>> CellsEncoder(genes=20, embedding_size=4)(torch.ones(3, 20)).shape
@@ -131,7 +131,7 @@ class CellsEncoder(MLPEncoder):
 
 
 def log_normalised(counts: Tensor) -> Tensor:
-    """Return ``log(1 + counts / library * 1000)`` of counts (B, genes): expression at equal depth of reading."""
+    """Return ``log(1 + counts / library * 1000)`` of counts (B, genes), the expression at equal read depth."""
     library = counts.sum(1, keepdim=True).clamp(min=1)
     return torch.log1p(counts / library * 1_000)
 
@@ -150,7 +150,7 @@ def draw_types(cells: int, types: int, seed: int) -> np.ndarray:
 def draw_profiles(genes: int, types: int, seed: int) -> np.ndarray:
     """Draw the share of each gene in the expression of each type, (types, genes). Rows add up to 1."""
     random = np.random.default_rng([seed, 3])
-    # all cells have frequent and rare genes, a family has its own, a type a few
+    # frequent and rare genes are common to all cells, some are specific to a family, and a few to a type
     common = random.normal(0.0, _GENE_SPREAD, genes)
     families = random.normal(0.0, _FAMILY_SPREAD, (-(-types // _TYPES_OF_A_FAMILY), genes))
     marked = random.random((types, genes)) < _MARKED_GENES
@@ -179,7 +179,7 @@ def write_counts(path: Path, labels: np.ndarray, genes: int, types: int, seed: i
         labels: Type of each cell, (N,).
         genes: Number of genes of each cell.
         types: Number of types.
-        seed: Fixes everything. Each block has a separate seed, so more cells begin with the same ones.
+        seed: Determines everything. Each block has a separate seed, so larger files begin with the same cells.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     profiles = draw_profiles(genes, types, seed).astype(np.float32)

@@ -1,13 +1,13 @@
 """Data modules over arrays: the user's own files, and scikit-learn's bundled digits.
 
-Training batches are ``(x, labels)``. Held-out batches are ``(x, labels, indices)``: the indices are positions in the held-out set. They
-put the results of the ranks back into the order of one process, and no row counts twice.
+Training batches are ``(x, labels)``. Held-out batches are ``(x, labels, indices)``, where the indices are positions in the held-out set.
+They are used to restore the results of the ranks to the order of one process, and to count each row once.
 
-The rows of a batch are the same for any number of ranks: `GlobalBatchSampler` deals training batches to the ranks, and `HeldOutSlices`
-cuts held-out batches. A user's `features.npy` and `labels.npy` are memory mapped, so a file may be larger than memory. Mistakes in them
-are found when the module is made, before a run writes anything.
+The rows of a batch are the same for any number of ranks: `GlobalBatchSampler` distributes training batches to the ranks, and
+`HeldOutSlices` divides held-out batches. A user's `features.npy` and `labels.npy` are memory mapped, so a file may be larger than memory.
+Invalid files are reported when the module is constructed, before a run writes anything.
 
-The digits are 1,797 handwritten grey images of 8x8 pixels in 10 classes. They need no download.
+The digits are 1,797 handwritten grey images of 8x8 pixels in 10 classes. They do not require a download.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ArrayRows(Dataset[tuple[Tensor, ...]]):
         features: (N, ...) numbers.
         labels: (N,) integers.
         rows: Row numbers that belong to this set, (n,).
-        dtype: Floating dtype of the fetched features.
-        with_indices: If True, a batch also carries its positions in this set.
+        dtype: Floating-point dtype of the fetched features.
+        with_indices: If True, a batch also contains its positions in this set.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ArrayRows(Dataset[tuple[Tensor, ...]]):
         return len(self.rows)
 
     def __getitem__(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the rows at `positions`: features (b, ...) of `dtype`, labels (b,) int64 and, if asked for, (b,) int64 positions."""
+        """Return the rows at `positions`: features (b, ...) of `dtype`, labels (b,) int64 and, if requested, (b,) int64 positions."""
         rows = self.rows[positions]
         x = torch.as_tensor(np.asarray(self.features[rows]), dtype=self.dtype)
         labels = torch.as_tensor(np.asarray(self.labels[rows]), dtype=torch.int64)
@@ -64,7 +64,7 @@ class ArrayRows(Dataset[tuple[Tensor, ...]]):
             return x, labels
         return x, labels, torch.as_tensor(positions, dtype=torch.int64)
 
-    __getitems__ = __getitem__  # under this name PyTorch asks for the rows of a batch sampler
+    __getitems__ = __getitem__  # PyTorch uses this name to fetch the rows of a batch sampler
 
 
 def as_fetched(batch: Any) -> Any:
@@ -77,15 +77,15 @@ class BatchedArrayDataModule(LightningDataModule):
 
     Args:
         batch_size: Rows of the GLOBAL batch, over all ranks.
-        seed: Fixes the split and, with the epoch, the order of training.
+        seed: Determines the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Rows of each class in a training batch. None: rows at random, each once an epoch.
+        m_per_class: Rows of each class in a training batch. If None, rows are drawn at random, each once per epoch.
     """
 
     inputs_name = "raw features"
     """Name of the inputs in the report, next to the embeddings."""
     class_names: Sequence[str] = ()
-    """Name of each class, for pictures and tables. Empty: the classes have numbers only."""
+    """Name of each class, for pictures and tables. Empty if the classes only have numbers."""
 
     features: Array
     labels: Array
@@ -105,14 +105,15 @@ class BatchedArrayDataModule(LightningDataModule):
         return 1 + int(np.concatenate(parts).max())
 
     def check(self, world_size: int, stage: str = "fit") -> None:
-        """Find out before anything is written whether this many ranks can share the batches.
+        """Check, before anything is written, whether this many ranks can share the batches.
 
         Args:
             world_size: Number of ranks.
-            stage: ``fit`` needs training rows, and may have none held out. ``validate`` and ``test`` need held-out rows, ``predict`` any.
+            stage: ``fit`` needs training rows, and does not need held-out rows. ``validate`` and ``test`` need held-out rows, ``predict``
+                any rows.
 
         Raises:
-            ConfigurationError: The global batch does not divide into the ranks, or into classes.
+            ConfigurationError: The global batch is not divisible by the ranks, or by classes.
             InputError: Too few rows.
         """
         if stage == "predict":
@@ -138,7 +139,7 @@ class BatchedArrayDataModule(LightningDataModule):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The floating dtype of batches."""
+        """The floating-point dtype of batches."""
         # in double precision the trainer widens its batches, which is too late for a float64 file read as float32
         if self.trainer is not None and str(self.trainer.precision).startswith("64"):
             return torch.float64
@@ -152,26 +153,26 @@ class BatchedArrayDataModule(LightningDataModule):
         """Load this rank's slices of the global batches, which differ by epoch."""
         self.check(process_groups.world_size())
         rows = ArrayRows(self.features, self.labels, self.train_rows, dtype=self._dtype)
-        # the order of one process, dealt to the ranks
+        # the order of one process, distributed to the ranks
         source: Any = RandomSampler(rows)
         if self.m_per_class is not None:
-            # an epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them
+            # an epoch has as many rows as the dataset, in whole batches. A class with fewer rows repeats some of them
             length = len(rows) // self.batch_size * self.batch_size
             source = MPerClassSampler(self.labels[self.train_rows], self.m_per_class, self.batch_size, length)
         batches = GlobalBatchSampler.batches(source, self.batch_size, drop_last=True, seed=self.seed)
         return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched, **self._workers())
 
     def val_dataloader(self) -> Any:
-        """Load this rank's slices of the held-out rows. Each row is on one rank only. Nothing is validated if none are held out."""
+        """Load this rank's slices of the held-out rows, each row on one rank only. Without held-out rows nothing is validated."""
         if not len(self.held_out_rows):
             return []
         return self._in_order(self._held_out(), "validate")
 
-    # a separate data set for testing is another data module
+    # a separate dataset for testing is another data module
     test_dataloader = val_dataloader
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load this rank's slices of all rows of `features`, the held-out ones among them, in the order of the file."""
+        """Load this rank's slices of all rows of `features`, including held-out ones, in the order of the file."""
         every_row = np.arange(len(self.labels))
         rows = ArrayRows(self.features, self.labels, every_row, dtype=self._dtype, with_indices=True)
         return self._in_order(rows, "predict")
@@ -192,18 +193,18 @@ class ArrayDataModule(BatchedArrayDataModule):
     """The user's own rows on disk: a csv file, or arrays of features (N, ...) and labels (N,).
 
     Args:
-        features: Path of an ``.npy`` file, (N, ...), floating or integer. Or of a csv file: a label and numbers in each row, columns that
-            are named in the first one.
+        features: Path of an ``.npy`` file, (N, ...), floating-point or integer. Or of a csv file with a label and numbers in each row, and
+            column names in the first one.
         labels: Path of an ``.npy`` file, (N,), integers from 0. A csv has its label in a column.
         val_features: Held-out file of the same row shape. Without it a share of every class is held out.
         val_labels: Held-out labels, given together with `val_features` if these are ``.npy`` files.
-        label: Name of the label's column in a csv, with texts or whole numbers. None: its first column.
+        label: Name of the label's column in a csv, with texts or whole numbers. If None, its first column.
         batch_size: Rows of the GLOBAL batch, over all ranks.
         held_out: Share of every class that is never trained on, if there are no held-out files. 0: train on all rows, without validation.
             1: train on none, to validate or predict with a checkpoint.
-        seed: Fixes the split and, with the epoch, the order of training.
+        seed: Determines the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Rows of each class in a training batch, for losses that compare rows. None: rows at random.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows. If None, rows are drawn at random.
 
     Raises:
         InputError: A file that is missing or neither ``.npy`` nor csv, a wrong shape, a wrong dtype, a length mismatch, a negative label,
@@ -260,7 +261,7 @@ class ArrayDataModule(BatchedArrayDataModule):
         val_labels: PathLike | None,
         label: str | None,
     ) -> tuple[Pair, Pair]:
-        """Return features and labels of the training file and of the held-out one, or the first again. Set the classes' names."""
+        """Return features and labels of the training file and of the held-out file, or the training file again. Set the class names."""
         beside = [str(path) for path in (labels, val_labels) if path is not None]
         fix = "Name the label's column: data.init_args.label."
         expect(not beside, "labels", expected="a column of the csv", got=", ".join(beside), fix=fix, error=InputError)
@@ -277,7 +278,7 @@ def _load_arrays(
     val_labels: PathLike | None,
     label: str | None,
 ) -> tuple[Pair, Pair]:
-    """Open features and labels of the training files and of the held-out ones, or the first again."""
+    """Open features and labels of the training files and of the held-out files, or the training files again."""
     expected, got = "both val_features and val_labels, or neither", f"{val_features=!s}, {val_labels=!s}"
     expect((val_features is None) == (val_labels is None), "held-out files", expected=expected, got=got)
     fix = "Give features as a csv file with a label in each row, or labels as an .npy file."
@@ -309,7 +310,7 @@ def open_array(path: PathLike, what: str) -> Array:
 
 
 def _other_content(path: PathLike, error: Exception) -> str:
-    """Return what a file is that numpy refuses. Its own text advises to load pickles, which run what is in the file."""
+    """Describe a file that numpy rejects. numpy's own message suggests loading pickles, which executes the content of the file."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read(len(_MAGIC)) == _MAGIC:
             return "an array of Python objects" if "bject" in str(error) else f"a damaged file: {error}"
@@ -318,7 +319,7 @@ def _other_content(path: PathLike, error: Exception) -> str:
 
 
 def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, Array]:
-    """Open features and labels and check one against the other."""
+    """Open features and labels and check them against each other."""
     features, labels = open_array(features_path, "features"), open_array(labels_path, "labels")
     expect_input = functools.partial(expect, error=InputError)
     # the features
@@ -348,15 +349,15 @@ class DigitsDataModule(BatchedArrayDataModule):
     Args:
         batch_size: Images of the GLOBAL batch, over all ranks.
         held_out: Share of every class that is never trained on.
-        seed: Fixes the split and, with the epoch, the order of training.
+        seed: Determines the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Rows of each class in a training batch, for losses that compare rows. None: rows at random.
-        missing_labels: Share of the training images that lose their label, for losses that leave such rows out. Held-out images
-            keep theirs.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows. If None, rows are drawn at random.
+        missing_labels: Share of the training images whose label is removed, for losses that ignore such rows. Held-out images
+            keep their labels.
         ignore_index: Label of these images, as in the loss.
 
     Raises:
-        ConfigurationError: scikit-learn is not installed, or options cannot work.
+        ConfigurationError: scikit-learn is not installed, or an option is invalid.
 
     Example:
         >>> data = DigitsDataModule(batch_size=64)
@@ -390,31 +391,31 @@ class DigitsDataModule(BatchedArrayDataModule):
             got = "no such package"
             raise ConfigurationError("DigitsDataModule", expected=expected, got=got, fix=fix) from error
         digits = load_digits()
-        # sixteenths are exact in every floating dtype
+        # sixteenths are exact in every floating-point dtype
         self.features = self.held_out_features = digits.images[:, None].astype(np.float32) / 16
         self.labels = self.held_out_labels = digits.target.astype(np.int64)
         self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
         if missing_labels:
-            # a separate stream: the split stays as it is without them
+            # a separate random stream, so that the split is the same as without missing labels
             random = np.random.default_rng([seed, 1])
             count = round(missing_labels * len(self.train_rows))
             self.labels = self.labels.copy()
             self.labels[random.choice(self.train_rows, count, replace=False)] = ignore_index
 
 
-# ---------------------------------------------------------------------- which rows go into which batch
+# ---------------------------------------------------------------------- distribution of rows over batches
 
 
 class HeldOutSlices(DistributedSampler[list[int]]):
     """This rank's slice of every held-out batch, in rank order: one list of row numbers per step.
 
-    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks.
-    The ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
-    Give it as ``DataLoader(dataset, sampler=..., batch_size=None)``: a `DistributedSampler` is the one thing that Lightning (2.6,
-    measured 2026) evaluates with on several ranks without advising against it.
+    Every row appears exactly once, in order, in batches of at most `batch_size` rows that do not depend on the number of ranks.
+    The sizes of the ranks' slices differ by at most one row. (With one row per rank, batches are larger and no rank gets an empty one.)
+    Use it as ``DataLoader(dataset, sampler=..., batch_size=None)``: a `DistributedSampler` is the only sampler with which Lightning (2.6,
+    measured 2026) evaluates on several ranks without advising against it.
 
     Args:
-        size: Rows in the data set.
+        size: Rows in the dataset.
         batch_size: Rows of the global batch.
     """
 
@@ -434,13 +435,13 @@ class HeldOutSlices(DistributedSampler[list[int]]):
 
 
 def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> None:
-    """Raise unless every rank gets its share of every batch.
+    """Raise an error unless every rank gets its share of every batch.
 
     Args:
-        size: Rows in the data set.
+        size: Rows in the dataset.
         batch_size: Rows of the global batch.
         world_size: Number of ranks.
-        shuffle: Training, with batches of exactly `batch_size` rows, or evaluation.
+        shuffle: Whether to check training, with batches of exactly `batch_size` rows, or evaluation.
 
     Raises:
         ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
@@ -461,7 +462,7 @@ def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> 
 
 
 def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
-    """Raise unless `labels` have the classes that fill a batch with `m_per_class` rows each.
+    """Raise an error unless `labels` have enough classes to fill a batch with `m_per_class` rows each.
 
     Raises:
         ConfigurationError: `m_per_class` does not divide `batch_size`, or there are too few classes.
@@ -481,7 +482,7 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
     Args:
         labels: (N,) integers.
         fraction: Share of every class that is held out. A class of one row stays in training, unless all rows are held out.
-        seed: Fixes the choice, the same on every rank.
+        seed: Determines the choice, the same on every rank.
 
     Returns:
         Sorted row numbers (train, held out) without overlap.

@@ -1,7 +1,7 @@
 """Retrieval metrics of the whole held-out set, from rows that were embedded on several ranks, and the module that logs them.
 
-The metrics are those of ``EmbeddingRetrieval``, for which rows stay on their ranks. The report also draws the embeddings and needs their
-spread, so the rows are gathered once an epoch and put into the order of one process.
+The metrics are computed by ``EmbeddingRetrieval``, for which rows stay on their ranks. The report also draws the embeddings and needs their
+spread, so the rows are gathered once per epoch and restored to the order of one process.
 Legend: `G` rows of all ranks, `D` embedding size.
 """
 
@@ -33,7 +33,7 @@ class HeldOut:
     Attributes:
         embeddings: (G, D), at least float32.
         labels: (G,) int64.
-        loss: Mean loss over rows, or None if none was computed.
+        loss: Mean loss over rows. None if it was not computed.
     """
 
     embeddings: Tensor
@@ -43,14 +43,14 @@ class HeldOut:
 
 @dataclass
 class HeldOutRows:
-    """What this rank has embedded of the held-out set so far."""
+    """The rows of the held-out set that this rank has embedded so far."""
 
     batches: list[tuple[Tensor, ...]] = field(default_factory=list)
     loss_sum: float = 0.0
     loss_rows: int = 0
 
     def add(self, embeddings: Tensor, labels: Tensor, *indices: Tensor, loss: Tensor | None = None) -> None:
-        """Keep one batch: (B, D), (B,), perhaps positions in the held-out set (B,), and the mean loss of its rows."""
+        """Store one batch: (B, D), (B,), optionally positions in the held-out set (B,), and the mean loss of its rows."""
         wide = embeddings.detach().to(torch.promote_types(embeddings.dtype, torch.float32))
         self.batches.append((wide, labels.detach(), *indices))
         if loss is not None:
@@ -61,8 +61,8 @@ class HeldOutRows:
     def gather(self) -> HeldOut:
         """Return the rows of all ranks, equal on every rank.
 
-        With indices, rows come in their order and those that a sampler repeated count once. The loss is the mean over the
-        rows it was computed on, repeated ones included.
+        With indices, rows are returned in their order and repeated ones are counted once. The loss is the mean over the
+        rows for which it was computed, including repeated ones.
 
         Raises:
             InputError: This rank got no held-out batch.
@@ -74,7 +74,7 @@ class HeldOutRows:
         # the rows of all ranks, by rank
         columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
         embeddings, labels, *indices = map(all_gather_with_grad, columns)
-        # in the order of the set, each once
+        # restore the order of the set, each row once
         if indices:
             positions = indices[0].cpu().numpy()
             first = torch.from_numpy(np.unique(positions, return_index=True)[1]).to(labels.device)
@@ -87,21 +87,21 @@ class HeldOutRows:
 
 
 def exact_scalars(values: list[float], device: torch.device) -> Tensor:
-    """Return numbers as a tensor of the widest floating dtype that the device has."""
+    """Return numbers as a tensor of the widest floating-point dtype that the device supports."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.tensor(values, dtype=dtype, device=device)
 
 
 def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the metrics of each row as a query among all others, by cosine similarity.
+    """Return the metrics with each row as a query among all other rows, by cosine similarity.
 
     Args:
-        embeddings: (G, ...), flattened here, compared in their own precision and at least float32.
+        embeddings: (G, ...), flattened, compared in their own precision and at least float32.
         labels: (G,) integers.
 
     Returns:
         precision_at_1, r_precision and map_at_r (mean average precision at R), each in [0, 1], over the queries whose
-        class has another row; NaN where there is none.
+        class has another row; NaN without any such query.
 
     Raises:
         InputError: Embeddings that are not finite.
@@ -119,7 +119,7 @@ def as_numbers(values: dict[str, Tensor]) -> dict[str, float]:
 
 
 def effective_rank(rows: Tensor) -> float:
-    """Return how many directions rows (G, D) spread over: from 1 to D, by the entropy of their singular values.
+    """Return the number of directions over which rows (G, D) are spread: from 1 to D, by the entropy of their singular values.
 
     Embeddings that collapse have a rank near 1.
 
@@ -138,7 +138,7 @@ class HeldOutModule(LightningModule):
     """A module that embeds rows, and logs the metrics of the whole held-out set.
 
     Held-out batches are ``(x, labels)`` or ``(x, labels, indices)``. A subclass defines ``forward``, and may define ``held_out_loss``
-    and ``further_metrics``. A result from before training is kept for the report, if the trainer's sanity check takes all batches.
+    and ``further_metrics``. A result from before training is stored for the report, if the trainer's sanity check takes all batches.
     """
 
     report_title = "Retrieval on the held-out set"
@@ -163,29 +163,29 @@ class HeldOutModule(LightningModule):
         return None
 
     def measure(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return the metrics of rows that one process has all."""
+        """Return the metrics of rows that are all on one process."""
         return {**retrieval_metrics(embeddings, labels), **self.further_metrics(embeddings)}
 
     def further_metrics(self, embeddings: Tensor) -> dict[str, float]:
-        """Return metrics of all held-out rows beside those of retrieval."""
+        """Return metrics of all held-out rows in addition to the retrieval metrics."""
         return {}
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the last evaluation."""
+        """Reset the last evaluation."""
         self.rows = HeldOutRows()
         self.retrieval.reset()
 
     on_predict_epoch_start = on_validation_epoch_start
 
     def on_test_epoch_start(self) -> None:
-        """Forget the last evaluation."""
+        """Reset the last evaluation."""
         self.on_validation_epoch_start()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Embed one batch and keep it until the epoch's end."""
+        """Embed one batch and store it until the epoch's end."""
         x, labels, *indices = batch
         embeddings = self(x)
-        # of a global loss, every rank has the value and adds its share of the rows
+        # every rank has the value of a global loss and adds it for its share of the rows
         self.rows.add(embeddings, labels, *indices, loss=self.held_out_loss(embeddings, labels))
         self.retrieval.update(torch.flatten(embeddings, 1), labels, *indices)
 
@@ -207,7 +207,7 @@ class HeldOutModule(LightningModule):
         self._evaluate("test_loss", "test_")
 
     def on_predict_epoch_end(self) -> None:
-        """Join the ranks' embeddings and keep them on rank 0."""
+        """Join the ranks' embeddings and store them on rank 0."""
         self._keep(self._gather())
 
     def _evaluate(self, loss_name: str, prefix: str) -> None:
@@ -219,9 +219,9 @@ class HeldOutModule(LightningModule):
             metrics[prefix + name] = value
         if self.trainer.sanity_checking:
             self.untrained = metrics
-        # float64, or the logger would round them
+        # float64, because the logger would round them otherwise
         values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
-        # every rank holds the same numbers. With both options Lightning keeps them on all ranks without reducing.
+        # every rank holds the same numbers. With both options Lightning stores them on all ranks without reducing.
         self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True, rank_zero_only=True)
         self._keep(held_out)
 
@@ -236,7 +236,7 @@ class HeldOutModule(LightningModule):
             self.held_out = HeldOut(held_out.embeddings.cpu(), held_out.labels.cpu(), held_out.loss)
 
     def _warn_of_repeated_rows(self) -> None:
-        """Warn if a padding sampler repeats rows and their positions are not known."""
+        """Warn if a padding sampler repeats rows and their positions are unknown."""
         stage = "test" if self.trainer.testing else "predict" if self.trainer.predicting else "val"
         loader = getattr(self.trainer, f"{stage}_dataloaders")
         repeated = repeated_rows(loader) if isinstance(loader, DataLoader) else 0

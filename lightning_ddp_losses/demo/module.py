@@ -1,8 +1,8 @@
-"""Lightning modules that the shipped configs train, and small encoders.
+"""Lightning modules that the included configs train, and small encoders.
 
 ``EmbeddingModule`` trains an encoder with a loss and logs retrieval metrics of the whole held-out set. ``RegressionModule`` predicts a
-number with a differentiable metric. ``SelfDistillationModule`` learns without labels. A row's embedding depends on that row only, unless
-``batch_norm`` is on, so it is the same on any number of ranks.
+number with a differentiable metric. ``SelfDistillationModule`` is trained without labels. A row's embedding only depends on that row,
+unless ``batch_norm`` is enabled, so it is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from lightning_ddp_losses.losses.partial_sums import global_mean
 from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers.global_draw import share
 
-# how a mean over the rows of an epoch is logged: reduced once, as ranks with different numbers of rows weigh it differently
+# logging of a mean over the rows of an epoch: reduced once, weighted by the ranks' numbers of rows
 _EPOCH_MEAN: dict[str, Any] = {"on_step": False, "on_epoch": True, "prog_bar": True, "sync_dist": True}
 
 
 class EmbeddingModule(HeldOutModule):
-    """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` gets small.
+    """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` is minimised.
 
     Batches are ``(x, labels)`` or ``(x, labels, indices)``. The indices are positions of held-out rows in their set, so that
-    the metrics do not depend on how the rows were dealt out. Logged: ``train_loss`` (mean over the epoch), and on
+    the metrics do not depend on how the rows were distributed. Logged: ``train_loss`` (mean over the epoch), and on
     validation ``val_loss``, ``precision_at_1``, ``r_precision``, ``map_at_r`` of the global held-out set, equal on every
-    rank. On test the names begin with ``test_``. A cross-batch memory takes no held-out rows: they see a copy of it.
+    rank. On test the names begin with ``test_``. Held-out rows are not stored in a cross-batch memory: a copy of it is used.
 
     Args:
         encoder: x -> embeddings (B, D).
@@ -50,7 +50,7 @@ class EmbeddingModule(HeldOutModule):
         miner: (embeddings, labels) -> indices_tuple.
         lr: Learning rate of the encoder.
         loss_lr: Learning rate of the loss's own parameters. Default: `lr`.
-        chunk_size: Rows of a training batch that the encoder takes at a time (`microbatched`). Default: all of them.
+        chunk_size: Rows of a training batch that the encoder processes at a time (`microbatched`). Default: all of them.
         optimizer: Makes the optimizer from parameter groups.
 
     Example:
@@ -73,20 +73,20 @@ class EmbeddingModule(HeldOutModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        # the command line describes a module by its plain config. Elsewhere its parts are no hyperparameters.
+        # the command line records a module as its plain config. Otherwise its parts are not hyperparameters.
         parts = () if is_made_by_command_line() else ("encoder", "loss", "miner", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.encoder, self.loss, self.miner = encoder, loss, miner
         self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
         self.make_optimizer = optimizer
-        # the encoder in chunks. As a submodule it would name every parameter twice.
+        # the encoder in chunks. As a submodule it would register every parameter under two names.
         self._chunked: Callable[[Tensor], Tensor] | None = None
         if chunk_size is not None:
             self._chunked = microbatched(encoder, chunk_size)
-        self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
+        self._evaluated: tuple[nn.Module, ...] = (loss,)  # a tuple, so that it is not registered as a submodule
 
     def configure_model(self) -> None:
-        """Divide the encoder over the ranks under FSDP2: each of its layers, then the rest."""
+        """Divide the encoder over the ranks under FSDP2: each of its layers, then the encoder itself."""
         mesh = self.device_mesh
         if mesh is None or isinstance(self.encoder, FSDPModule):
             return
@@ -103,7 +103,7 @@ class EmbeddingModule(HeldOutModule):
         return embeddings
 
     def compute_loss(self, embeddings: Tensor, labels: Tensor, loss: nn.Module | None = None) -> Tensor:
-        """Return the loss of these rows, or another loss of them, with the miner's tuples if there is a miner."""
+        """Return the loss of these rows, or the value of another loss, with the miner's tuples if there is a miner."""
         mined = [] if self.miner is None else [self.miner(embeddings, labels)]
         computed = self.loss if loss is None else loss
         value: Tensor = computed(embeddings, labels, *mined)
@@ -128,7 +128,7 @@ class EmbeddingModule(HeldOutModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Keep held-out rows out of a loss that remembers rows."""
+        """Evaluate a copy of a loss that stores rows, so that held-out rows are not stored."""
         super().on_validation_epoch_start()
         remembers = any(isinstance(module, CrossBatchMemory) for module in self.loss.modules())
         self._evaluated = (copy.deepcopy(self.loss) if remembers else self.loss,)
@@ -147,9 +147,9 @@ class DigitsEncoder(nn.Module):
 
     Args:
         embedding_size: Width D of the embedding.
-        channels: Channels of the first convolution. The others have twice as many.
-        batch_norm: Normalise after each layer, the embedding too (as ArcFace's authors do). Ranks then need `SyncBatchNorm`
-            (``trainer.sync_batchnorm: true``) to train as one process does.
+        channels: Channels of the first convolution. The later convolutions have twice as many.
+        batch_norm: Whether to normalise after each layer, including the embedding (as ArcFace's authors do). Ranks then need
+            `SyncBatchNorm` (``trainer.sync_batchnorm: true``) to train in the same way as one process.
 
     Example:
         >>> import torch
@@ -195,7 +195,7 @@ class MLPEncoder(nn.Module):
     Args:
         in_features: Numbers in one row.
         embedding_size: Width D of the embedding.
-        hidden: Widths of the layers between.
+        hidden: Widths of the hidden layers.
 
     Example:
         >>> import torch
@@ -231,7 +231,7 @@ class MLPEncoder(nn.Module):
 
 
 def slant(images: Tensor) -> Tensor:
-    """Return how far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,): the slant that deslanting would remove.
+    """Return the slant of handwriting in images (B, 1, H, W), as (B,): columns of ink per row, which deslanting would remove.
 
     It is the covariance of the ink's column and row over the variance of its row.
 
@@ -252,7 +252,7 @@ def slant(images: Tensor) -> Tensor:
 
 
 class RegressionModule(LightningModule):
-    """Trains `head(encoder(x))` so that `metric(prediction, target(x))` gets better.
+    """Trains `head(encoder(x))` so that `metric(prediction, target(x))` improves.
 
     Logged: ``train_loss`` (mean over the epoch's batches) and, on validation, ``val_loss`` and ``val_metric`` of the whole
     held-out set, equal on every rank. On test the names begin with ``test_``.
@@ -262,7 +262,7 @@ class RegressionModule(LightningModule):
         metric: (prediction (B,), target (B,)) -> scalar, over all ranks (``differentiable``).
         target: x -> the number to predict, (B,).
         embedding_size: Width of the embeddings.
-        goal: ``"maximize"``: the loss is 1 - metric (a correlation, R2). ``"minimize"``: the metric (an error).
+        goal: ``"maximize"``: the loss is 1 - metric (a correlation, R2). ``"minimize"``: the loss is the metric (an error).
         lr: Learning rate.
         optimizer: Makes the optimizer from parameters.
 
@@ -288,7 +288,7 @@ class RegressionModule(LightningModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        # the command line describes a module by its plain config. Elsewhere its parts are no hyperparameters.
+        # the command line records a module as its plain config. Otherwise its parts are not hyperparameters.
         parts = () if is_made_by_command_line() else ("encoder", "metric", "target", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.encoder, self.head = encoder, nn.Linear(embedding_size, 1)
@@ -296,7 +296,7 @@ class RegressionModule(LightningModule):
         self.target, self.goal, self.lr, self.make_optimizer = target, goal, lr, optimizer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Predict (B,) of a batch."""
+        """Predict (B,) for a batch."""
         prediction: Tensor = self.head(self.encoder(x))[:, 0]
         return prediction
 
@@ -312,7 +312,7 @@ class RegressionModule(LightningModule):
         return loss
 
     def on_train_epoch_start(self) -> None:
-        """Reset the metric: only the batches' own values are of use in training."""
+        """Reset the metric, because training only uses the values of single batches."""
         self.metric.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -333,7 +333,7 @@ class RegressionModule(LightningModule):
         value = self.held_out_metric.compute()
         self.held_out_metric.reset()
         values = {f"{prefix}loss": self._loss_of(value), f"{prefix}metric": value}
-        # every rank holds the same numbers. With both options Lightning keeps them on all ranks without reducing.
+        # every rank holds the same numbers. With both options Lightning stores them on all ranks without reducing.
         self.log_dict(values, prog_bar=True, sync_dist=True, rank_zero_only=True)
 
     def _loss_of(self, value: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ class RegressionModule(LightningModule):
 
 # ---------------------------------------------------------------------- without labels
 
-# the largest change of a view: turn (radians), size, shear, move (of half an image), brightness, and the noise of a pixel
+# the largest change of a view: rotation (radians), scale, shear, shift (relative to half an image), brightness, and pixel noise
 _TURN, _SIZE, _SHEAR, _MOVE, _BRIGHTNESS, _NOISE = 0.3, 0.15, 0.2, 0.2, 0.3, 0.1
 
 
@@ -352,7 +352,7 @@ class PrototypeHead(nn.Module):
     Args:
         embedding_size: Width of the embeddings.
         prototypes: K.
-        hidden: Width of the layer between.
+        hidden: Width of the hidden layer.
     """
 
     def __init__(self, embedding_size: int, prototypes: int, hidden: int = 128) -> None:
@@ -377,8 +377,8 @@ class SelfDistillationModule(HeldOutModule):
     | cross entropy of the student | ``global_mean`` |
     | spread of the embeddings | ``ssl.koleo`` |
 
-    The teacher needs no synchronisation: it is a running mean of weights that are equal on every rank. The views follow from the seed and
-    the place of an image in the global batch, so they are those of one process on any number of ranks.
+    The teacher does not need synchronisation, because it is a running mean of weights that are equal on every rank. The views are derived
+    from the seed and the position of an image in the global batch, so they are the same as in one process on any number of ranks.
 
     Logged: ``train_loss`` (mean over the epoch), and on validation ``precision_at_1``, ``r_precision``, ``map_at_r`` and
     ``effective_rank`` of the teacher's embeddings of the global held-out set. On test the names begin with ``test_``.
@@ -387,12 +387,12 @@ class SelfDistillationModule(HeldOutModule):
         encoder: x -> embeddings (B, embedding_size).
         embedding_size: Width of the embeddings.
         prototypes: Number of prototypes, K.
-        targets: ``"center"`` or ``"sinkhorn"``, the method that keeps the teacher from giving all images one prototype.
+        targets: ``"center"`` or ``"sinkhorn"``, the method that keeps the teacher from assigning all images to one prototype.
         student_temperature: Divides the student's cosines.
-        teacher_temperature: Divides the teacher's cosines. It is lower, which makes the teacher surer.
+        teacher_temperature: Divides the teacher's cosines. It is lower, which makes the teacher's distribution sharper.
         koleo_weight: Weight of the spread of the embeddings.
-        teacher_momentum: Share of the former teacher that a step keeps.
-        seed: Fixes the views.
+        teacher_momentum: Share of the previous teacher that a step keeps.
+        seed: Determines the views.
         lr: Learning rate.
         optimizer: Makes the optimizer from parameters.
 
@@ -422,7 +422,7 @@ class SelfDistillationModule(HeldOutModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        # the command line describes a module by its plain config. Elsewhere its parts are no hyperparameters.
+        # the command line records a module as its plain config. Otherwise its parts are not hyperparameters.
         parts = () if is_made_by_command_line() else ("encoder", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.student = nn.Sequential(encoder, PrototypeHead(embedding_size, prototypes))
@@ -444,7 +444,7 @@ class SelfDistillationModule(HeldOutModule):
         return embeddings, head(embeddings)
 
     def further_metrics(self, embeddings: Tensor) -> dict[str, float]:
-        """Return how many directions all held-out rows spread over."""
+        """Return the number of directions over which all held-out rows are spread."""
         return {"effective_rank": effective_rank(embeddings)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -461,7 +461,7 @@ class SelfDistillationModule(HeldOutModule):
         embeddings, cosines = self.embed(self.student, views)
         with torch.no_grad():
             targets = self._targets(self.embed(self.teacher.module, views)[1])
-        # 3. the student's view of an image meets the teacher's other view
+        # 3. the student's view of an image is compared with the teacher's other view
         log_student = (cosines / self.student_temperature).log_softmax(1)
         swapped = torch.cat(targets.chunk(2)[::-1])
         cross_entropy = global_mean(-(swapped * log_student).sum(), len(swapped), name="student and teacher")
@@ -474,7 +474,7 @@ class SelfDistillationModule(HeldOutModule):
         self.teacher.update_parameters(self.student)
 
     def _targets(self, cosines: Tensor) -> Tensor:
-        """Return the distributions (2B, K) over prototypes that the student is to predict."""
+        """Return the distributions (2B, K) over prototypes that the student has to predict."""
         if self.targets == "sinkhorn":
             return ssl.sinkhorn(cosines, temperature=self.teacher_temperature)
         targets = self.center.softmax(cosines, self.teacher_temperature)
@@ -483,12 +483,12 @@ class SelfDistillationModule(HeldOutModule):
 
 
 def distorted(images: Tensor, random: np.random.Generator) -> Tensor:
-    """Return one view of each of this rank's images: turned, scaled, sheared, moved, brighter or darker, and noisy.
+    """Return one view of each of this rank's images: rotated, scaled, sheared, shifted, brighter or darker, and noisy.
 
-    The numbers of all ranks' images are drawn, and each rank keeps those of its images.
+    Random numbers are drawn for the images of all ranks, and each rank uses the numbers for its own images.
 
     Args:
-        images: (B, 1, H, W), as many on every rank.
+        images: (B, 1, H, W), with equal B on every rank.
         random: Generator in the same state on every rank.
     """
     world_size = process_groups.world_size()

@@ -1,7 +1,7 @@
-"""Tables of the user's own: a csv file with a label and numbers in each row.
+"""Tables of the user: a csv file with a label and numbers in each row.
 
-The first row names the columns, unless it is a row of numbers. One column is the label, a name or a number, and all others are features.
-The delimiter is the one of comma, semicolon and tab that the first row has most of.
+The first row contains the column names, unless it is a row of numbers. One column is the label, a name or a number, and all other columns
+are features. The delimiter is the character among comma, semicolon and tab that occurs most often in the first row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Table(NamedTuple):
 
     Attributes:
         features: (N, D) float64.
-        labels: Label of each row as it is written, N texts.
+        labels: Label of each row as written in the file, N texts.
         label_column: Name of the label's column.
         columns: Names of the D features.
     """
@@ -48,10 +48,10 @@ def read_table(path: PathLike, label: str | None = None) -> Table:
 
     Args:
         path: Path of the file, with commas, semicolons or tabs.
-        label: Name of the label's column. None: the first column.
+        label: Name of the label's column. If None, the first column.
 
     Raises:
-        InputError: A file that is missing or empty, a column that is not there, rows of different lengths, a cell that is not a finite
+        InputError: A file that is missing or empty, a column that does not exist, rows of different lengths, a cell that is not a finite
             number, a row without a label.
     """
     rows = _read_rows(path)
@@ -99,7 +99,7 @@ def _read_rows(path: PathLike) -> list[list[str]]:
 
 
 def _header(cells: Sequence[str], label: str | None) -> tuple[bool, list[str]]:
-    """Return whether the first row names the columns, and the names. Without names they are numbers from 1."""
+    """Return whether the first row contains column names, and the names. Without names the columns are numbered from 1."""
     names = [cell.strip() for cell in cells]
     if label in names or not all(map(_is_number, names[1:])):
         return True, names
@@ -130,10 +130,10 @@ def _numbers(cells: Sequence[str], columns: Sequence[str], where: str) -> Array:
 def number_labels(*columns: Sequence[str]) -> tuple[list[str], list[Array]]:
     """Return the names of the classes, and the labels of each column as numbers from 0, (N,) int64.
 
-    Labels that are whole numbers from 0 stay those numbers, and the classes have no names. Others are numbered in alphabetical order.
+    Labels that are whole numbers from 0 are kept, and the list of names is empty. Other labels are numbered in alphabetical order.
 
     Args:
-        *columns: Labels of one or several tables, as they are written.
+        *columns: Labels of one or several tables, as written in the files.
     """
     if all(label.isdecimal() for column in columns for label in column):
         return [], [np.array([int(label) for label in column], dtype=np.int64) for column in columns]

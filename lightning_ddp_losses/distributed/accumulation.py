@@ -1,32 +1,32 @@
-"""The accumulation window: losses divided by the counts of all its micro-batches, not by those of each.
+"""The accumulation window: losses divided by the counts of all micro-batches in it, instead of the counts of each one.
 
-The global loss of one micro-batch is ``S_m / N_m``, a sum over a count. The mean of those over M micro-batches is not the loss of one
-process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal. The divisor ``sum(N_m)`` is known before the window if the user
-gives it (``counts``), and then each micro-batch back-propagates ``S_m / sum(N_m)``. This is the best way where counts are known, as the
-tokens of a batch are. The value is the same share, so that anything may be computed with it whose sum over the micro-batches is meant:
-``exp(-s) * loss + s / M`` with a learned weight ``s``.
+The global loss of one micro-batch is ``S_m / N_m``, a sum over a count. The mean of these losses over M micro-batches differs from the
+loss of one process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal. The divisor ``sum(N_m)`` is known before the window
+if the user passes it (``counts``). In that case each micro-batch back-propagates ``S_m / sum(N_m)``, which is the best option if counts are
+known in advance, such as the tokens of a batch. The value of the loss is the same share, so it can be used in any expression whose sum over
+the micro-batches is intended: ``exp(-s) * loss + s / M`` with a learned weight ``s``.
 
-Without counts the user declares micro-batches (``window.micro_batch()``). Each back-propagates ``S_m / D``, and when the window ends all
-gradients are multiplied by ``D / sum(N_m)``, once. ``D`` is the first count that is not zero times the expected number of micro-batches. It
+Without counts the user declares micro-batches (``window.micro_batch()``). Each one back-propagates ``S_m / D``, and when the window ends
+all gradients are multiplied once by ``D / sum(N_m)``. ``D`` is the first nonzero count times the expected number of micro-batches. It
 keeps gradients in the range that a scaler of half-precision losses expects, and is equal on all ranks.
 
 | part of a loss | its count | micro-batch m back-propagates it times | at the end times |
 |---|---|---|---|
 | mean | ``N_m`` | ``N_m / D`` | ``D / sum(N_m)`` |
-| sum | none: it is not divided | 1 | 1 |
-| once (a regulariser of a weight, which has no rows) | that of the mean next to it | ``N_m / D``, in all ``sum(N_m) / D`` | as the mean |
+| sum | none, as it is not divided | 1 | 1 |
+| once (a regulariser of a weight, without rows) | count of the mean next to it | ``N_m / D``, in total ``sum(N_m) / D`` | like the mean |
 
-A part counts when a backward through it has ended, in any order, and once however often it is back-propagated. Each rank sends the sums of
-what it has back-propagated, so ranks may leave out different micro-batches. Three conditions make one multiplication right for all
-parameters, and each is checked:
+A part is counted when a backward through it has ended, in any order, and only once even if it is back-propagated repeatedly. Each rank
+sends the sums of what it has back-propagated, so ranks may skip different micro-batches. A single factor is correct for all parameters
+under three conditions, each of which is checked:
 
 1. What is back-propagated is a weighted sum of parts (``window_graph``), with the same weights in every micro-batch and on every rank.
 2. Nothing but backward changes gradients before the window ends (``window_gradients``), and every backward ends.
-3. The factors at the end are equal. Losses with counts in other proportions need ``counts``.
+3. The factors at the end are equal. Losses whose counts have different proportions require ``counts``.
 
 In a loop without Lightning, with the model's DistributedDataParallel, and ``cross_entropy`` a ``GlobalBatchLoss(CrossEntropyLoss())``::
 
-    optimizer.zero_grad()  # a window starts without gradients
+    optimizer.zero_grad()  # a window must start without gradients
     with accumulation_window(model, micro_batches=4) as window:
         for i, (rows, labels) in enumerate(micro_batches):
             model.require_backward_grad_sync = i == 3  # what model.no_sync() sets
@@ -75,51 +75,52 @@ def accumulation_window(
     counts: Counts | None = None,
     totals: Mapping[str, float | Sequence[float]] | None = None,
 ) -> Iterator[AccumulationWindow]:
-    """Make the micro-batches inside the block one batch: after it, gradients are those of one process on all their rows.
+    """Treat the micro-batches inside the block as one batch: after it, gradients are equal to those of one process on all their rows.
 
     Equivalent to: in one process, ``loss(all rows of all ranks and micro-batches).backward()``.
 
     Args:
-        model: The model, or its DDP. ``no_sync`` stays the caller's.
+        model: The model, or its DDP. The caller remains responsible for ``no_sync``.
         losses: Modules with further parameters.
-        micro_batches: About how many there will be, the same number on every rank. Only the size of gradients inside the block depends on
-            it, which matters for a scaler of half precision. With ``counts`` and without ``window.micro_batch()`` it is the number of
+        micro_batches: Approximate number of micro-batches, the same on every rank. It only affects the size of gradients inside the block,
+            which matters for a scaler of half precision. With ``counts`` and without ``window.micro_batch()`` it is the number of
             calls of each loss.
-        counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
-            in the model, or by the name of a ``global_mean``. Each loss needs its count. Gradients are then divided by the right number
-            from the start, without a correction at the end. The value of a loss is then this micro-batch's share of the window's loss,
-            so that the values of all micro-batches add up to it. Other terms may be added to the losses, and weights of losses may be
-            learned. A term that is added in each micro-batch is divided by their number: ``exp(-s) * loss + s / M``. If None, the
-            forward of each micro-batch runs inside ``window.micro_batch()``.
-        totals: This rank's sums in all micro-batches together, by name of a ``global_mean``, for functions that are not linear in the
-            mean. They need their ``counts``. The value of each loss is then that of the whole window, and other terms are refused.
+        counts: This rank's total count over all micro-batches, in the units in which the losses count: one number for all losses, or by
+            loss, by its path in the model, or by the name of a ``global_mean``. Each loss requires its count. Gradients are then divided
+            by the right number from the start, without a correction at the end. The value of a loss is this micro-batch's share of the
+            window's loss, so that the values of all micro-batches add up to it. Other terms may be added to the losses, and weights of
+            losses may be learned. A term that is added in each micro-batch is divided by their number: ``exp(-s) * loss + s / M``. If
+            None, the forward of each micro-batch must run inside ``window.micro_batch()``.
+        totals: This rank's total sums over all micro-batches, by name of a ``global_mean``, for functions that are not linear in the
+            mean. They require the corresponding ``counts``. The value of each loss is then the loss of the whole window, and other terms
+            are rejected.
 
     Yields:
-        The window. Call its ``micro_batch()`` around the forward of each micro-batch. Its ``expect_counts`` takes ``counts`` later, before
+        The window. Call its ``micro_batch()`` around the forward of each micro-batch. Its ``expect_counts`` accepts ``counts`` later, up to
         the first loss.
 
     Losses: ``GlobalBatchLoss`` in mode ``elements``, ``ClassShardedLoss``, ``global_mean``, and as differentiable metrics MeanSquaredError
-    and MeanAbsoluteError. A loss is known in all micro-batches by its path in ``model`` or ``losses``, a ``global_mean`` by its ``name``.
-    Those without are known by the line of the program that calls them. Calls of one loss in a micro-batch are told apart by their order. So
-    a loss, or a line, that computes another task in each micro-batch is taken for one task, and its means are merged: give each task a
-    loss of its own in the model, or a ``name=``.
+    and MeanAbsoluteError. A loss is identified across micro-batches by its path in ``model`` or ``losses``, a ``global_mean`` by its
+    ``name``. Losses without either are identified by the line of the program that calls them. Calls of one loss in a micro-batch are
+    distinguished by their order. Consequently, a loss (or a line) that computes a different task in each micro-batch is treated as one
+    task, and its means are merged: use a separate loss in the model, or a separate ``name=``, for each task.
 
-    Not seen: gradients that are changed through ``.data``, and hooks of parameters that are not linear in the gradient (a clamp). They get
-    gradients that are not corrected yet.
+    Not detected: gradients changed through ``.data``, and parameter hooks that are not linear in the gradient (a clamp), which are called
+    with gradients that are not corrected yet.
 
-    Gradient: inside the block in proportion to the true one. On leaving it all gradients of ``model`` and ``losses``, and of other tensors
-        that the losses depend on, are corrected. A micro-batch counts if it was back-propagated. Ranks may leave out different ones. If an
-        exception leaves the block, the gradients are dropped.
+    Gradient: inside the block, proportional to the true gradient. On exit, all gradients of ``model`` and ``losses``, and of other tensors
+        that the losses depend on, are corrected. A micro-batch counts if it was back-propagated. Ranks may skip different micro-batches.
+        If an exception leaves the block, the gradients are dropped.
 
-    Communication: that of the losses, one handshake on leaving, and one for ``counts``. The host divides by the counts. A
-        count that an accelerator alone knows (ignored targets, a reducer's limits) is waited for once a micro-batch.
+    Communication: the collectives of the losses, one handshake on exit, and one for ``counts``. The host divides by the counts. A
+        count that is only available on an accelerator (ignored targets, a reducer's limits) is waited for once per micro-batch.
         Upstream gradients on an accelerator are compared when the next window ends.
 
     Raises:
         ConfigurationError: on every rank, for a loss outside of a micro-batch without ``counts``, for another term in the back-propagated
             value, losses with different divisors, an upstream gradient that changes between micro-batches or ranks, a backward that failed,
-            gradients that were dropped or changed inside the block, ``counts`` other than those of the window, an optimizer step inside the
-            block, losses without a name that micro-batches or ranks do not have in common, or windows inside windows.
+            gradients that were dropped or changed inside the block, ``counts`` that differ from the window's, an optimizer step inside the
+            block, unnamed losses that differ between micro-batches or ranks, or nested windows.
         InputError: on every rank, for counts that are negative or not finite.
         RankMismatchError: on every rank, if ranks have different numbers of micro-batches.
 
@@ -141,7 +142,7 @@ def accumulation_window(
     for prefix, module in modules.items():
         parameters.update(dict(module.named_parameters(prefix=prefix)))
     window = AccumulationWindow(parameters, micro_batches, modules)
-    of_strategy = current_reduction()  # which makes up for it in other parameters itself
+    of_strategy = current_reduction()  # the strategy compensates for its reduction in further parameters itself
     with handshake.raising_on_all_ranks("accumulation_window"):
         reduction = of_strategy or gradient_reduction_of(model.named_modules())
         if counts is not None or totals is not None:
@@ -159,17 +160,17 @@ class AccumulationWindow:
     """The losses of one accumulation window.
 
     Args:
-        parameters: Parameters by name. Their gradients will be corrected. One that has several names counts once.
-        micro_batches: Expected number of micro-batches. Only the size of the estimate depends on it.
+        parameters: Parameters by name, whose gradients will be corrected. A parameter with several names is counted once.
+        micro_batches: Expected number of micro-batches, which only affects the size of the estimate.
         modules: Modules by prefix of the paths of their losses.
         compares_ranks: Whether the end of the window compares the upstream gradients of the ranks. If False, the losses do.
 
     Attributes:
-        number: Number of the micro-batch that runs now, from 1 on. None outside of one.
+        number: Number of the current micro-batch, starting at 1. None outside of a micro-batch.
         expected_micro_batches: Expected number of micro-batches, 1 or more, equal on all ranks.
         gradients: Gradients that it corrects.
-        calls: Calls of losses, in the order of their making.
-        terms: What their parts add up to.
+        calls: Calls of losses, in order of creation.
+        terms: Totals of the parts of these calls.
         has_begun: Whether something was back-propagated.
     """
 
@@ -191,7 +192,7 @@ class AccumulationWindow:
         self.expected_micro_batches = max(micro_batches, 1)
         self._declared = 0
         self._is_last = False
-        self._calls_now = Counter[str]()  # of the micro-batch that runs
+        self._calls_now = Counter[str]()  # in the current micro-batch
         self._undeclared = Counter[str]()  # calls outside of declared micro-batches
         self._unnamed: dict[int, set[str]] = {}
         self._regularised: set[str] = set()  # terms without rows and without a mean that were back-propagated
@@ -201,10 +202,10 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Declare a micro-batch: the losses inside the block are of its rows. ``backward`` may come in the block or after it.
+        """Declare a micro-batch: the losses inside the block belong to its rows. ``backward`` may be called inside the block or after it.
 
         Raises:
-            ConfigurationError: inside another micro-batch, and where ``training_step`` is one.
+            ConfigurationError: inside another micro-batch, or if ``training_step`` already is one.
         """
         expect(
             self.number is None,
@@ -220,7 +221,7 @@ class AccumulationWindow:
             self.number = None
 
     def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
-        """Note the number of the micro-batch that comes now, and whether it is known to be the last."""
+        """Set the number of the micro-batch that starts now, and whether it is known to be the last."""
         self.number = self._declared = number
         self.terms.micro_batches += 1
         self._is_last = is_last
@@ -228,23 +229,23 @@ class AccumulationWindow:
 
     @property
     def is_single(self) -> bool:
-        """Whether the window is one micro-batch: its own divisors are those of the window."""
+        """Whether the window is a single micro-batch, so that its divisors are equal to the window's."""
         return self._is_last and self._declared == 1
 
     @property
     def averages(self) -> int:
-        """Number of micro-batches over whose losses the program takes the mean, once counts are given."""
+        """Number of micro-batches over whose losses the program takes the mean, if counts are given."""
         return self.terms.averages
 
     @property
     def gives_shares(self) -> bool:
-        """Whether the value of a loss is its share of the window's loss. With totals it is that of the whole window."""
+        """Whether the value of a loss is its share of the window's loss. With totals it is the value of the whole window."""
         return self.terms.has_counts and not self.terms.has_totals
 
     # ------------------------------------------------------------------ forward
 
     def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
-        """Return a call of a loss in this micro-batch.
+        """Return the record of a loss call in this micro-batch.
 
         Args:
             source: Loss, or the name of a ``global_mean``, which may be empty.
@@ -253,7 +254,7 @@ class AccumulationWindow:
             ranks: Ranks of the world whose rows they count.
 
         Raises:
-            ConfigurationError: outside of a micro-batch without counts, and for a loss without a count beside others with one.
+            ConfigurationError: outside of a micro-batch without counts, and for a loss without a count if other losses have one.
         """
         name, shown = self.terms.known_as(source, title)
         if self.number is None:
@@ -271,12 +272,12 @@ class AccumulationWindow:
         kinds = {part.kind for part in parts}
         for part, term in zip(parts, terms, strict=True):
             self._join_(part, term, has_mean="mean" in kinds)
-            # each rank computes the whole regulariser, and the totals are those of all ranks
+            # each rank computes the whole regulariser, and the totals are sums over all ranks
             term.is_together |= "once" in kinds or term.expected_total is not None
         means = [term.expected_mean for term in terms]
         values = [mean for mean in means if mean is not None]
         call = WindowCall(shown, self.number, parts, terms, values if len(values) == len(parts) else None)
-        is_lone = "once" in kinds and "mean" not in kinds  # which micro-batch has it is decided in backward
+        is_lone = "once" in kinds and "mean" not in kinds  # the micro-batch that includes it is chosen in backward
         if self.gives_shares and not is_lone:
             self._weigh_(call)
             call.is_share = True
@@ -298,7 +299,7 @@ class AccumulationWindow:
             term.kind = "beside" if part.kind == "once" and has_mean else "sum"
 
     def _refuse_undeclared(self, shown: str) -> None:
-        """Refuse a loss outside of a micro-batch, unless its divisor is known."""
+        """Reject a loss outside of a micro-batch, unless its divisor is known."""
         expect(
             self.terms.has_counts,
             f"accumulation window: {shown}",
@@ -313,18 +314,18 @@ class AccumulationWindow:
     def expect_counts(
         self, counts: Counts | None = None, totals: Mapping[str, float | Sequence[float]] | None = None
     ) -> None:
-        """Take what losses count in the whole window.
+        """Set the total counts of losses in the whole window.
 
-        Each of them is divided by that from the start, without a correction at the end.
+        Each loss is divided by its count from the start, without a correction at the end.
 
         Args:
-            counts: This rank's own count in all micro-batches together: one number for all losses, or by loss, by its path in the module,
-                or by the name of a ``global_mean``. Several calls of a loss in a micro-batch, or several means, take a list.
-            totals: This rank's sums in all micro-batches together, by name of a ``global_mean``.
+            counts: This rank's total count over all micro-batches: one number for all losses, or by loss, by its path in the module,
+                or by the name of a ``global_mean``. Use a list for several calls of a loss in a micro-batch, or for several means.
+            totals: This rank's total sums over all micro-batches, by name of a ``global_mean``.
 
         Raises:
             InputError: on every rank, for a count that is negative or not finite, for a total without a count, or after the first loss.
-            RankMismatchError: on every rank, for other losses on some ranks.
+            RankMismatchError: on every rank, if the losses differ between ranks.
 
         Communication: one handshake.
         """
@@ -343,7 +344,7 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
-        """Let losses inside the block count in the window when they are back-propagated. An exception drops its gradients."""
+        """Count losses inside the block in the window when they are back-propagated. An exception drops the window's gradients."""
         self.gradients.refuse_left()
         self.gradients.note()
         try:
@@ -355,16 +356,16 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def backward(self, roots: Sequence[Tensor], inputs: object = None) -> Iterator[None]:
-        """Count the calls that are back-propagated inside the block, when it has ended.
+        """Count the calls that are back-propagated inside the block when the block has ended.
 
         Args:
             roots: Values that are back-propagated.
-            inputs: Leaves that get gradients. None: all.
+            inputs: Leaves that receive gradients. If None, all leaves.
 
         Raises:
             ConfigurationError: as ``begin_backward``.
         """
-        if compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has computed again
+        if compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has recomputed
             leaves = self._graph.leaves_below(nodes_of(roots), "a checkpoint", is_checkpoint=True)
             self.gradients.take_leaves_(leaves)
             yield
@@ -385,11 +386,11 @@ class AccumulationWindow:
         self.end_backward_(calls)
 
     def begin_backward(self, roots: Sequence[Tensor]) -> list[WindowCall]:
-        """Return the calls that are about to be back-propagated, after a look at every path to them, and at their leaves.
+        """Return the calls that are about to be back-propagated, after checking every path to them and their leaves.
 
         Raises:
-            ConfigurationError: for what is no weighted sum of losses, for leaves that cannot be corrected, and for gradients that were
-                changed since the last backward.
+            ConfigurationError: for a value that is not a weighted sum of losses, for leaves that cannot be corrected, and for gradients
+                that were changed since the last backward.
         """
         if self.is_single:
             return []
@@ -397,7 +398,7 @@ class AccumulationWindow:
             self.gradients.refuse_changed()
         else:
             self.gradients.refuse_left()
-        # shares make any sum of terms right. A term is not seen to be separate from a function of means, which totals allow
+        # with shares, any sum of terms is correct. Totals allow functions of means, from which a separate term cannot be told apart
         calls, below = self._graph.calls_below(roots, takes_others=self.gives_shares)
         for call in calls:
             expect(
@@ -415,13 +416,13 @@ class AccumulationWindow:
         return calls
 
     def end_backward_(self, calls: Sequence[WindowCall]) -> None:
-        """Count calls whose backward has ended, and note the gradients that it left."""
+        """Count calls whose backward has ended, and record the gradients that it produced."""
         for call in calls:
             call.is_counted = True
         self.gradients.note()
 
     def refuse_gradients_of_losses(self, outputs: Sequence[Tensor]) -> None:
-        """Refuse ``torch.autograd.grad`` of a loss: the gradients that it returns would not be corrected.
+        """Reject ``torch.autograd.grad`` of a loss: the gradients that it returns would not be corrected.
 
         Raises:
             ConfigurationError: naming the loss.
@@ -439,13 +440,13 @@ class AccumulationWindow:
             )
 
     def _weigh_(self, call: WindowCall) -> None:
-        """Give a call its weights: with counts when it is made, else when it is back-propagated for the first time."""
+        """Set the weights of a call: with counts when it is created, otherwise when it is back-propagated for the first time."""
         beside = 0.0
         has_mean = False
         for part, term in zip(call.parts, call.terms, strict=True):
             if part.kind == "mean" and not has_mean:
                 has_mean = True
-                # without a row in any micro-batch so far, the last one has the whole regulariser
+                # if no micro-batch has had a row so far, the last one includes the whole regulariser
                 beside = float(part.count) / term.divisor if term.divisor else float(self._is_last)
         weights = []
         for part, term in zip(call.parts, call.terms, strict=True):
@@ -456,7 +457,7 @@ class AccumulationWindow:
             elif has_mean:
                 weights.append(beside)
             else:
-                # its factor at the end is 1: in the first micro-batch
+                # its factor at the end is 1, so it is included in the first micro-batch only
                 weights.append(float(term.key not in self._regularised))
                 self._regularised.add(term.key)
         call.weights = [weight * self.averages for weight in weights]
@@ -467,7 +468,7 @@ class AccumulationWindow:
         """Return what this rank has back-propagated.
 
         Raises:
-            ConfigurationError: for a backward that failed, gradients that were changed, and losses that micro-batches have not in common.
+            ConfigurationError: for a backward that failed, gradients that were changed, and losses that differ between micro-batches.
         """
         expect(
             not self._failure,
@@ -489,7 +490,7 @@ class AccumulationWindow:
         return Note.of(self.calls, self._unnamed)
 
     def _refuse_several_undeclared(self) -> None:
-        """Refuse undeclared calls of a loss that need not be one in each micro-batch: those of one would be divided by too much."""
+        """Reject several undeclared calls of a loss that may belong to one micro-batch and would be divided by too large a count."""
         for shown, number in self._undeclared.items():
             expect(
                 number in (1, self.expected_micro_batches),
@@ -501,7 +502,7 @@ class AccumulationWindow:
             )
 
     def note_of_all(self) -> Note:
-        """Return what all ranks have back-propagated, where their losses were compared in each backward and so are the same."""
+        """Return what all ranks have back-propagated, if their losses were compared in each backward and are therefore the same."""
         return Note.of(self.calls, self._unnamed, of_all=True)
 
     def end_(self, title: str, scale: float = 1.0) -> None:
@@ -529,12 +530,13 @@ class AccumulationWindow:
             raise
 
     def correct_(self, notes: Sequence[Note], scale: float = 1.0) -> None:
-        """Multiply all gradients by the factor of the window. It is equal on every rank.
+        """Multiply all gradients by the factor of the window, which is equal on every rank.
 
         Args:
-            notes: What all ranks have back-propagated, in rank order. This rank's alone, if the ranks have compared their losses before.
-            scale: Factor that makes up for the reduction by ``fully_shard``. Gradients that it does not divide are means, or those of
-                class shards, and must not have it.
+            notes: What all ranks have back-propagated, in rank order. Only this rank's note if the ranks have already compared their
+                losses.
+            scale: Factor that compensates for the reduction by ``fully_shard``. It must not be applied to gradients that
+                ``fully_shard`` does not divide, which are means or belong to class shards.
 
         Raises:
             ConfigurationError: on every rank, for losses with different factors, for ranks that weigh or back-propagate losses
@@ -546,12 +548,12 @@ class AccumulationWindow:
             call.weights = []
 
 
-# ---------------------------------------------------------------------- the window that runs
+# ---------------------------------------------------------------------- the current window
 
 
 @contextlib.contextmanager
 def active(window: AccumulationWindow) -> Iterator[None]:
-    """Let losses inside the block count in a window when they are back-propagated (``Tensor.backward`` calls torch's function, too)."""
+    """Count losses inside the block in a window when they are back-propagated (``Tensor.backward`` also calls torch's function)."""
     plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
     plain_unscale = torch.amp.GradScaler.unscale_
 
@@ -568,7 +570,7 @@ def active(window: AccumulationWindow) -> Iterator[None]:
 
     @functools.wraps(plain_unscale)
     def unscale_(self: Any, optimizer: Any) -> None:
-        # one number divides all gradients: the factor of the window is the same before and after
+        # all gradients are divided by one number, so the factor of the window is the same before and after
         window.gradients.refuse_changed()
         plain_unscale(self, optimizer)
         window.gradients.note()
@@ -584,7 +586,7 @@ def active(window: AccumulationWindow) -> Iterator[None]:
         open_window.reset(before)
 
 
-_INPUTS = 4  # place of ``inputs`` among the arguments of ``torch.autograd.backward`` after the tensors
+_INPUTS = 4  # index of ``inputs`` among the arguments of ``torch.autograd.backward`` after the tensors
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -592,7 +594,7 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
-    """Refuse a step of an optimizer inside a block."""
+    """Reject a step of an optimizer inside a block."""
     raise step_inside_window(type(optimizer).__name__)
 
 

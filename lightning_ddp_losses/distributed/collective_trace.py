@@ -1,10 +1,11 @@
-"""Follows what collectives without a gradient return, up to the loss: where does the user's code cut the graph between ranks?
+"""Trace the results of collectives without a gradient up to the loss, to find where the user's code cuts the graph between ranks.
 
-``dist.all_gather`` has no gradient. If it gathers rows that have a graph, and the loss uses the result, the ranks that sent the rows
-do not see it. ``CollectiveTrace`` sees every operator of a forward. It marks the memory of tensors that have a graph, and of those
-that a collective returned. An operator hands the marks of its inputs to its outputs, whether it records a graph or not.
+``dist.all_gather`` is not differentiable. If it gathers rows that have a graph, and the loss uses the result, the ranks that sent the rows
+do not receive their gradient. ``CollectiveTrace`` intercepts every operator of a forward. It marks the memory of tensors that have a
+graph, and of tensors returned by a collective. An operator passes the marks of its inputs to its outputs, whether it records a graph or
+not.
 
-A stop-gradient is no fault: ``keys.detach()`` may be gathered on purpose. ``CutCollective.is_meant`` distinguishes the two.
+A stop-gradient is not a fault: ``keys.detach()`` may be gathered on purpose. ``CutCollective.is_meant`` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _PASS_ON = (
     "pytorch_lightning",
     "lightning_fabric",
     "python",
-)  # they call torch.distributed for others
-# gathers of these packages have their own gradient, or their own fault (F24, F27)
+)  # they call torch.distributed on behalf of other code
+# gathers of these packages have a gradient, or are reported as faults of their own (F24, F27)
 _KNOWN = (_OURS, "torchmetrics", "pytorch_metric_learning")
 
 
 class _Mark(NamedTuple):
-    """One origin of a tensor's values: rows that a collective returned, this rank's or others', or a tensor with a graph."""
+    """One origin of a tensor's values: rows that a collective returned, from this or other ranks, or a tensor with a graph."""
 
     collective: int
     is_own: bool = False
@@ -45,11 +46,11 @@ _Marks = frozenset[_Mark]
 
 
 class CutCollective(NamedTuple):
-    """A collective that got a tensor with a graph and returned one without.
+    """A collective that received a tensor with a graph and returned one without.
 
     Attributes:
         kind: ``"gather"`` or ``"reduce"``.
-        line: The user's line: file, number, function and text.
+        line: The user's source line: file, number, function and text.
         is_meant: True if it may be a stop-gradient: the input was detached, and this rank's own rows were not put back afterwards.
     """
 
@@ -63,11 +64,11 @@ class _Call(NamedTuple):
     line: str
     is_detached: bool
     outputs: list[Tensor]
-    versions: list[int]  # they tell whether somebody wrote into an output afterwards
+    versions: list[int]  # to detect later writes into an output
 
 
 class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Traces one forward in this thread. ``reaching`` then lists the collectives that cut the loss's graph.
+    """Trace one forward in this thread. ``reaching`` then lists the collectives that cut the loss's graph.
 
     Attributes:
         names: Names of all collectives so far.
@@ -77,11 +78,11 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self._calls: list[_Call] = []
-        # by address: a weak reference keeps the address of freed memory from being used again
+        # keyed by address: a weak reference prevents the address of freed memory from being reused
         self._marks: dict[int, tuple[Any, _Marks]] = {}
 
     def reaching(self, loss: Tensor) -> list[CutCollective]:
-        """List the collectives that cut the graph between rows and loss, the first of each line."""
+        """List the collectives that cut the graph between rows and loss, only the first one of each source line."""
         marks = self._marks_of(loss)
         found: dict[str, CutCollective] = {}
         for index, call in enumerate(self._calls):
@@ -95,10 +96,10 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         return [*found.values()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and hand marks on."""
+        """Run an operator, and pass marks to its outputs."""
         kwargs = kwargs or {}
         if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
-            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
+            return args[0]  # torch passes a number saved by autograd to a mode as a plain number (torch 2.13)
         marks = _Marks().union(*map(self._marks_of, inputs.tensors_in((args, kwargs))))
         result = func(*args, **kwargs)
         name = compat.operator_schema(func).name.rpartition("::")[2]
@@ -110,12 +111,12 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _see_collective(self, namespace: str, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Remember a collective of the user's that gets a tensor with a graph, and mark its result."""
-        # outputs are the result, or the first argument. Without a second one they are the inputs too
+        """Record a collective of the user's code that receives a tensor with a graph, and mark its result."""
+        # outputs are the result, or the first argument. Without a second argument the first one also contains the inputs
         first, second = inputs.tensors_in(args[:1]), inputs.tensors_in(args[1:2])
         sources, outputs = (first, inputs.tensors_in(result)) if namespace != "c10d" else (second or first, first)
         with_graph = [tensor for tensor in sources if tensor.is_floating_point() and _GRAPH in self._marks_of(tensor)]
-        is_inference = any(tensor.is_inference() for tensor in outputs)  # no graph takes these
+        is_inference = any(tensor.is_inference() for tensor in outputs)  # these cannot be part of a graph
         line = _users_line() if with_graph and not is_inference and "broadcast" not in name else ""
         if not line:
             return
@@ -124,7 +125,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         is_detached = all(tensor.grad_fn is None for tensor in with_graph)
         index = len(self._calls)
         self._calls.append(_Call(kind, line, is_detached, outputs, _versions(outputs)))
-        # one output for each rank, or one that holds the rows of all
+        # one output per rank, or one that contains the rows of all ranks
         own, others = _Mark(index, is_own=True), _Mark(index)
         if len(outputs) != process_groups.world_size():
             self._add_marks(outputs, _Marks([own, others]))
@@ -149,16 +150,16 @@ def _versions(tensors: Iterable[Tensor]) -> list[int]:
     return [*map(compat.tensor_version, tensors)]
 
 
-# ---------------------------------------------------------------------- the user's line
+# ---------------------------------------------------------------------- the user's source line
 
 
 def _users_line() -> str:
-    """Return the line of the user's code that called a collective. Empty if it has a gradient, or belongs to a known package."""
+    """Return the line of user code that called a collective. Empty if the call has a gradient, or belongs to a known package."""
     frames = [(frame, number) for frame, number in traceback.walk_stack(None) if frame.f_code.co_filename != __file__]
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
     if any(frame.f_code is apply for frame, _ in frames) and not any(_drops_gradient(frame) for frame, _ in frames):
         return ""  # the forward of a function with a backward
-    # from the collective outwards: who called it, and the first line that is no library's
+    # from the collective outwards: the caller, and the first line outside of libraries
     found = ""
     for frame, number in frames:
         path = frame.f_code.co_filename
@@ -175,5 +176,5 @@ def _users_line() -> str:
 
 
 def _drops_gradient(frame: FrameType) -> bool:
-    """Return whether this is Lightning's gather without ``sync_grads``: it calls torch's, which has a backward, under ``no_grad``."""
+    """Return whether this is Lightning's gather without ``sync_grads``: it calls torch's differentiable gather under ``no_grad``."""
     return frame.f_code.co_name == "_all_gather_ddp_if_available" and not frame.f_locals["sync_grads"]

@@ -1,9 +1,9 @@
-"""Collectives that autograd sees through, for rows that may differ per rank, usable with or without Lightning.
+"""Differentiable collectives for rows whose number may differ per rank, usable with or without Lightning.
 
-torch's own differentiable collectives (``torch.distributed.nn.functional``, ``_functional_collectives``) are deprecated, die on uneven
-rows and hide their scale (measured with torch 2.13, 2026). Ours open with a handshake, so that ranks that disagree get the same error, and
-say which gradient they give. Rows are gathered in rank order, always: own ones first would make losses that depend on the order, and
-queues, differ by rank.
+torch's own differentiable collectives (``torch.distributed.nn.functional``, ``_functional_collectives``) are deprecated, fail on uneven
+rows and do not document their gradient scale (measured with torch 2.13, 2026). Ours begin with a handshake, so that ranks that disagree
+raise the same error, and they specify the gradient. Rows are always gathered in rank order: with the local rows first, losses that depend
+on the order, and queues, would differ by rank.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Backward, for an upstream gradient g_s on each
 rank s:
@@ -14,20 +14,20 @@ rank s:
 | ``all_reduce_with_grad`` | sum_s x_s | sum_s g_s, 1 collective | g times W, none |
 | ``reduce_scatter_with_grad`` | (G, ...) -> own rows of sum_s x_s | all rows of g in rank order, 1 collective | - |
 
-Tensors are dense (strided), of any dtype where rows are gathered. Sums are of floats (float8 included), integers of up to 64 bits with
-a sign or of up to 16 without, booleans (any), and complex64 and complex128. Conjugated and negated views count with the values that they
-show. A complex gradient is torch's (dL/dRe + i dL/dIm). Sparse, nested and quantised tensors, those without memory (``meta``), and
-``torch.func``'s transforms (grad, vjp, jacrev, vmap, jvp, hessian) over a collective of several ranks are an error on every rank:
-in such a transform the ranks cannot meet in backward. ``torch.func.functional_call`` works. So does
-``torch.autograd.grad``, but for second derivatives.
+Tensors must be dense (strided). Gathered rows may have any dtype. Sums accept floats (float8 included), signed integers of up to 64 bits,
+unsigned integers of up to 16 bits, booleans (any), and complex64 and complex128. Conjugated and negated views are used with the values
+that they represent. A complex gradient follows torch's convention (dL/dRe + i dL/dIm). Sparse, nested and quantised tensors, tensors
+without memory (``meta``), and ``torch.func``'s transforms (grad, vjp, jacrev, vmap, jvp, hessian) over a collective of several ranks
+raise an error on every rank: the ranks cannot communicate in the backward of such a transform. ``torch.func.functional_call`` is
+supported, and so is ``torch.autograd.grad``, except for second derivatives.
 
-Both give the derivative of the SUM of the ranks' back-propagated values. DDP's mean over ranks then divides by W.
+Both modes give the derivative of the SUM of the values that the ranks back-propagate. DDP's mean over ranks then divides by W.
 
-Each exchange in backward (``BackwardExchange``) opens with a handshake that names the exchange in forward it belongs to. autograd runs
-backward in the order that a rank asks for: two losses that are back-propagated in another order on one rank would swap their gradients
-without a word, or abort gloo if sizes differ (torch 2.13, measured 2026). So every exchange in forward gets a number. All ranks agree on
-it, since they meet its handshake in the same order. Few bytes on the CPU ride in the handshake of backward, which is then the one
-collective. Else it costs one more, which does not wait for a device.
+Each exchange in backward (``BackwardExchange``) begins with a handshake that names the corresponding exchange in forward. autograd runs
+backward in the order in which a rank requests it: two losses back-propagated in a different order on one rank would silently swap their
+gradients, or abort gloo if sizes differ (torch 2.13, measured 2026). Therefore every exchange in forward is numbered. All ranks agree on
+the number, because they perform its handshake in the same order. Small gradients on the CPU are sent inside the handshake of backward,
+which is then the only collective. Otherwise the handshake is an additional collective, which does not wait for a device.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 Backward = Literal["sum", "own_slice"]
 
-_NOT_ADDED = {torch.uint32, torch.uint64, torch.complex32}  # by no backend, or not by torch itself
-_ROWS = struct.Struct("<q?")  # rows of a rank, and whether it needs the gradient
+_NOT_ADDED = {torch.uint32, torch.uint64, torch.complex32}  # not supported by any backend, or not by torch itself
+_ROWS = struct.Struct("<q?")  # number of rows of a rank, and whether it needs the gradient
 
 
 @eager_recursive
@@ -70,12 +70,12 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Equivalent to: ``torch.cat([x_0, x_1, ..., x_{W-1}])`` in one process.
 
     Args:
-        tensor: (B, ...), dense, of any dtype. B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
-            tensor counts as one row.
-        group: Process group. None is the world. Without torch.distributed the tensor itself comes back.
-        backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
-            ``"own_slice"``: each rank receives its own rows of its local gradient, times W. That is right if every rank computes
-            the same value from the gathered rows, and is free.
+        tensor: (B, ...), dense, of any dtype. B may differ per rank and be 0, whereas the other dimensions and the dtype must match. A
+            0-dim tensor counts as one row.
+        group: Process group. None is the world. Without torch.distributed the tensor itself is returned.
+        backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, which is correct for any use.
+            ``"own_slice"``: each rank receives its own rows of its local gradient, times W. This is correct only if every rank computes
+            the same value from the gathered rows, and does not communicate.
 
     Returns:
         (G, ...), equal on every rank.
@@ -113,10 +113,10 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0)`` in one process.
 
     Args:
-        tensor: Any shape, dense, of a dtype that can be added (see above), equal on all ranks.
+        tensor: Any shape, dense, of a dtype that can be added (see ``distributed.collectives``), equal on all ranks.
         group: Process group. None is the world.
-        backward: Gradient, as in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
-            ranks back-propagate the same.
+        backward: Gradient, as in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or ``"own_slice"``, W times this rank's own
+            gradient, if all ranks back-propagate the same value.
 
     Returns:
         The sum, same shape, equal on every rank.
@@ -152,8 +152,8 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0).split(rows_of_each_rank)[rank]`` in one process.
 
     Args:
-        tensor: (G, ...), dense, of a dtype that can be added (see above), same shape and dtype on all ranks.
-        rows: Rows that this rank keeps. Over all ranks they must sum to G. None: G / W each.
+        tensor: (G, ...), dense, of a dtype that can be added (see ``distributed.collectives``), same shape and dtype on all ranks.
+        rows: Number of rows that this rank keeps. Over all ranks they must sum to G. If None, each rank keeps G / W.
         group: Process group. None is the world.
 
     Returns:
@@ -196,7 +196,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
 
 
 def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
-    """Refuse on all ranks a tensor of a kind that cannot travel, or not be added."""
+    """Reject, on all ranks, a tensor that cannot be sent, or cannot be added."""
     error = None
     if not isinstance(tensor, Tensor):
         got = type(tensor).__name__
@@ -234,7 +234,7 @@ def _refuse_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
 def _exchange_rows(
     what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
 ) -> tuple[list[int], bool]:
-    """Open a collective with a handshake. Return the rows of each rank, and whether any rank needs the gradient."""
+    """Start a collective with a handshake, and return the number of rows of each rank and whether any rank needs the gradient."""
     shape: tuple[object, ...] = tuple(tensor.shape)
     if rows is not None and not same_shape:
         shape = ("rows", *tensor.shape[1:])
@@ -246,7 +246,7 @@ def _exchange_rows(
     return counts, any(needs for _, needs in offers)
 
 
-# ---------------------------------------------------------------------- second derivatives are refused
+# ---------------------------------------------------------------------- second derivatives are rejected
 
 Grads = tuple[Tensor | None, ...]
 
@@ -254,10 +254,10 @@ _SECOND_FIX = "Penalise the gradient of what each rank computes by itself (the e
 
 
 def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Callable[..., Grads]]:
-    """Make it an error to differentiate the result of an autograd function's ``backward``. The function saves its inputs.
+    """Make differentiating the result of an autograd function's ``backward`` an error. The function must save its inputs.
 
-    torch's ``once_differentiable`` reports it only if the upstream gradient has a graph. Below the end of a loss it has none, and
-    what comes out then passes for a constant.
+    torch's ``once_differentiable`` reports this only if the upstream gradient has a graph. Directly below a loss it does not have one,
+    and the result would be treated as a constant.
 
     Args:
         what: Name in the message.
@@ -270,7 +270,7 @@ def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Ca
             if not makes_graph and not compat.is_any_autocast_on():
                 return backward(ctx, *grads)
             devices = {"cpu", *(grad.device.type for grad in grads if grad is not None)}
-            # by hand, backward may run inside the autocast of a training step: what forward computed wide stays so
+            # a manual call of backward may run inside the autocast of a training step, but must keep the precision of forward
             with torch.no_grad(), without_autocast(devices):
                 found = backward(ctx, *grads)
             if not makes_graph:
@@ -284,11 +284,11 @@ def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Ca
 
 
 def forbid_second_derivative(gradients: Grads, depends_on: Grads, what: str, fix: str = _SECOND_FIX) -> Grads:
-    """Return the same gradients. To differentiate them is an error.
+    """Return the same gradients in a graph that raises an error if they are differentiated.
 
     Args:
         gradients: Results of a ``backward`` without a graph, with ``create_graph=True``.
-        depends_on: Tensors that they are a function of, with their graph.
+        depends_on: Tensors, with their graph, from which they were computed.
         what: Name in the message.
         fix: Advice, as a sentence.
     """
@@ -314,11 +314,11 @@ class _Once(torch.autograd.Function):
 # ---------------------------------------------------------------------- the autograd function
 
 
-_FIXED = 3  # arguments of _Exchanged before the tensors
+_FIXED = 3  # number of arguments of _Exchanged before the tensors
 
 
 class _Exchanged(torch.autograd.Function):
-    """Puts tensors of all ranks into the graph of this rank's own. ``run_backward`` makes the gradients of these."""
+    """Adds tensors of all ranks to the graph of this rank's own tensors, whose gradients are computed by ``run_backward``."""
 
     @staticmethod
     def forward(
@@ -326,7 +326,7 @@ class _Exchanged(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.run_backward = run_backward
         ctx.set_materialize_grads(False)
-        # for the refusal of second derivatives alone: a constant gradient would be W times one process's
+        # saved only to reject second derivatives: a constant gradient would be W times the gradient of a single process
         ctx.save_for_backward(*own)
         ctx.zeros = []
         if needs_all:
@@ -337,30 +337,30 @@ class _Exchanged(torch.autograd.Function):
     @once_differentiable_strict("rows of all ranks")
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         if ctx.zeros:
-            # a gradient that did not come is zero on this rank
+            # a missing gradient is zero on this rank
             grads = tuple(zeros() if grad is None else grad for grad, zeros in zip(grads, ctx.zeros, strict=True))
         return *[None] * _FIXED, *ctx.run_backward(*grads)
 
 
 def _with_grad(whole: Tensor, run_backward: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
-    """Put one exchanged tensor into the graph of this rank's."""
+    """Add one exchanged tensor to the graph of this rank's tensor."""
     exchanged: tuple[Tensor] = _Exchanged.apply([whole], lambda grad: (run_backward(grad),), True, own)  # type: ignore[no-untyped-call]
     return exchanged[0]
 
 
 Place: TypeAlias = "tuple[int, int | None, int]"
-"""Of one of this rank's tensors: in which gathered tensor it lies, its first row there and its rows. None: it is all of it."""
+"""Position of a local tensor: index of the gathered tensor that contains it, its first row and number of rows. None: the whole tensor."""
 
 
 def own_slices_with_grad(
     whole: Sequence[Tensor], own: Sequence[Tensor], places: Sequence[Place], *, group: Group = None
 ) -> tuple[Tensor, ...]:
-    """Put tensors that are gathered already into the graph, as if ``backward="own_slice"`` had gathered them.
+    """Add tensors that are already gathered to the graph, as if ``backward="own_slice"`` had gathered them.
 
     Args:
-        whole: Rows of all ranks, floating, without a graph.
-        own: This rank's tensors, with theirs.
-        places: Place of each of ``own``.
+        whole: Rows of all ranks, floating point, without a graph.
+        own: This rank's tensors, with their graph.
+        places: Position of each of ``own``.
         group: Process group. None is the world.
 
     Returns:
@@ -374,24 +374,24 @@ def own_slices_with_grad(
 
 
 def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch.Size], *grads: Tensor | None) -> Grads:
-    """Return this rank's rows of gradients that are equal on all ranks, times W: their sum over ranks."""
+    """Return this rank's rows of gradients that are equal on all ranks, times W, which is their sum over ranks."""
     found: list[Tensor | None] = []
     for (index, start, rows), shape in zip(places, shapes, strict=True):
         grad = grads[index]
         if grad is not None and start is not None:
             grad = grad.narrow(0, start, rows)
-        # with the shape of what was sent: otherwise autograd would sum it to that shape
+        # autograd would sum a gradient of another shape to the shape of the tensor that was sent
         found.append(None if grad is None else (grad * world_size).reshape(shape))
     return tuple(found)
 
 
 def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
-    """Add a tensor of agreed shape over ranks. Every rank computes the same function of the sum.
+    """Sum a tensor of agreed shape over ranks, if every rank computes the same function of the sum.
 
     Returns:
-        The sum, equal on every rank. Its gradient is W times this rank's own.
+        The sum, equal on every rank. Its gradient is W times this rank's own gradient.
 
-    Communication: forward one all-reduce. Backward none.
+    Communication: one all-reduce in forward, none in backward.
     """
     if process_groups.world_size(group) == 1:
         return tensor
@@ -406,14 +406,14 @@ def gather_with_grad(
     backward: Backward,
     group: Group,
 ) -> tuple[Tensor, ...]:
-    """Put the rows of all ranks, of several tensors that need a gradient on any rank, into the graph of this rank's.
+    """Add the gathered rows of several tensors that need a gradient on any rank to the graph of this rank's tensors.
 
     Args:
         what: Operation, for the handshake of backward.
         whole: Rows of all ranks, of each tensor, without a graph.
         tensors: Tensors of this rank.
         counts: Rows of each rank, per tensor.
-        backward: Gradient to give, as in ``all_gather_with_grad``.
+        backward: Gradient mode, as in ``all_gather_with_grad``.
         group: Process group. None is the world.
     """
     if backward == "sum":
@@ -427,7 +427,7 @@ def gather_with_grad(
 
 
 def _rows_of_sum(exchange: BackwardExchange, counts: list[list[int]], *grads: Tensor) -> Grads:
-    """Return this rank's rows of the sum over ranks of gradients."""
+    """Return this rank's rows of the gradients' sum over ranks."""
     return tuple(exchange.reduce_scatter(grads, counts))
 
 
@@ -437,7 +437,7 @@ _NUMBER = "number of the forward call whose gradient this is (back-propagate in 
 
 
 class BackwardExchange:
-    """The exchange in backward that belongs to one in forward. Make it right after that one's handshake.
+    """The exchange in backward that corresponds to one in forward. Construct it directly after the handshake of the forward exchange.
 
     Args:
         title: Name of the loss or layer in messages, the same on every rank.
@@ -452,10 +452,10 @@ class BackwardExchange:
             self._number = notes[BackwardExchange] = notes.get(BackwardExchange, 0) + 1
 
     def open(self, payload: bytes = b"") -> list[bytes]:
-        """Meet all ranks in the backward of this exchange. Return their payloads in rank order.
+        """Perform the handshake of this exchange's backward, and return the ranks' payloads in rank order.
 
         Raises:
-            RankMismatchError: on every rank, when one back-propagates something else, or this once more.
+            RankMismatchError: on every rank, when a rank back-propagates something else, or this exchange once more.
 
         Communication: one handshake.
         """
@@ -464,13 +464,13 @@ class BackwardExchange:
         return handshake.all_gather(f"backward of {self._title}", must_match, payload, group=self._group)
 
     def reduce_scatter(self, gradients: Sequence[Tensor], counts: Sequence[list[int]]) -> list[Tensor]:
-        """Return this rank's rows of each gradient's sum over ranks. The CPU adds in rank order, NCCL in its own.
+        """Return this rank's rows of each gradient's sum over ranks, added in rank order on the CPU, in NCCL's own order on a device.
 
         Args:
             gradients: (G, ...) each, of the same shapes and dtypes on all ranks.
             counts: Rows of every rank, for each gradient.
 
-        Communication: one handshake, which carries few bytes on the CPU. Otherwise one exchange of the rows per dtype follows.
+        Communication: one handshake, which also carries small gradients on the CPU. Otherwise one exchange of the rows per dtype follows.
         """
         if not self._fits(gradients):
             self.open()
@@ -479,15 +479,15 @@ class BackwardExchange:
         return sums_of_own_rows(payloads, gradients, counts, process_groups.rank(self._group))
 
     def all_reduce(self, gradient: Tensor) -> Tensor:
-        """Return the sum over ranks, added in rank order if it rides in the handshake. Communication: as ``reduce_scatter``."""
+        """Return the sum over ranks, added in rank order if it is sent in the handshake. Communication: as ``reduce_scatter``."""
         if not self._fits([gradient]):
             self.open()
             return sum_over_ranks(gradient, self._group)
         return _sum_of_parts(self.open(host_bytes(gradient)), gradient.shape, gradient.dtype)
 
     def all_gather(self, gradient: Tensor, counts: list[int]) -> Tensor:
-        """Return the rows of all ranks in rank order. ``counts`` are those of each. Communication: as ``reduce_scatter``."""
-        # bytes of the longest rank, equal on all ranks
+        """Return the rows of all ranks in rank order, with ``counts`` rows per rank. Communication: as ``reduce_scatter``."""
+        # size on the rank with the most rows, equal on all ranks
         longest = max(counts) * gradient.shape[1:].numel() * gradient.element_size()
         if gradient.device.type != "cpu" or longest > handshake.inline_capacity(self._group):
             self.open()
@@ -496,7 +496,7 @@ class BackwardExchange:
         return everyone.view(gradient.dtype).view(sum(counts), *gradient.shape[1:])
 
     def _fits(self, gradients: Sequence[Tensor]) -> bool:
-        """Return whether the gradients ride in the handshake. Every rank decides the same."""
+        """Return whether the gradients fit in the handshake, which is the same decision on every rank."""
         on_host = all(gradient.device.type == "cpu" for gradient in gradients)
         return on_host and sum(gradient.nbytes for gradient in gradients) <= handshake.inline_capacity(self._group)
 
@@ -504,14 +504,14 @@ class BackwardExchange:
 def sums_of_own_rows(
     payloads: Sequence[bytes], tensors: Sequence[Tensor], counts: Sequence[Sequence[int]], rank: int, start: int = 0
 ) -> list[Tensor]:
-    """Return one rank's rows of the sums of some tensors over ranks, added in rank order, from their bytes.
+    """Return one rank's rows of the sums of some tensors over ranks, added in rank order, from the ranks' bytes.
 
     Args:
         payloads: Bytes of each rank.
-        tensors: (G, ...), this rank's, whose bytes are one behind the other.
+        tensors: (G, ...), this rank's tensors, whose bytes follow each other in its payload.
         counts: Rows of every rank, for each tensor.
-        rank: Rank of the rows.
-        start: Place of the first tensor in a payload.
+        rank: Rank that owns the rows.
+        start: Offset of the first tensor in a payload.
     """
     found = []
     for tensor, rows in zip(tensors, counts, strict=True):
@@ -525,17 +525,17 @@ def sums_of_own_rows(
 
 
 def _sum_of_parts(parts: Sequence[bytes], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Sum one tensor of each rank, given as its bytes, in at least float32."""
+    """Sum one tensor over ranks, given as bytes of each rank, in at least float32."""
     everyone = tensor_of_bytes(parts).view(dtype).view(len(parts), *shape)
     return everyone.sum(0, dtype=wide_dtype(dtype)).to(dtype)
 
 
 def _reduce_scatter_packed(gradients: Sequence[Tensor], counts: Sequence[list[int]], group: Group) -> list[Tensor]:
-    """Return this rank's rows of each gradient's sum over ranks. Gradients of one dtype travel together."""
+    """Return this rank's rows of each gradient's sum over ranks. Gradients of one dtype are sent together."""
     dtypes = {gradient.dtype for gradient in gradients}
     if len(gradients) < 2 or len(dtypes) > 1:
         return [reduce_scatter_rows(gradient, rows, group) for gradient, rows in zip(gradients, counts, strict=True)]
-    # each rank's rows of all gradients, one behind the other
+    # each rank's rows of all gradients, concatenated
     rank, world_size = process_groups.rank(group), len(counts[0])
     parts = [torch.split(gradient, rows) for gradient, rows in zip(gradients, counts, strict=True)]
     pieces, sizes = [], []

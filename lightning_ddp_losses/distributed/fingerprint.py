@@ -1,12 +1,12 @@
 """A 64-bit fingerprint of a tensor's bits: two ranks hold the same tensor exactly when their fingerprints agree.
 
-A sum or a norm misses swaps, sign flips and +d/-d pairs. On the host the bytes are hashed in place by XXH3, at about the
-speed of reading them. Its value depends on the bytes alone. Tensors on an accelerator are hashed there: each
-64-bit word is added to its own upper part, which moves the signs in its upper half down (as multiples of 2**63 an even number
-of flips there would cancel), then multiplied with odd 64-bit weights, one by its place in the row of ``ROW_WORDS`` and one
-by the row. That is arithmetic on integers modulo 2**64: no order of addition, chunk or kernel changes the result.
+A sum or a norm does not detect swaps, sign flips and +d/-d pairs. On the host the bytes are hashed in place by XXH3, at about the
+speed of reading them, and the result depends only on the bytes. Tensors on an accelerator are hashed on the device: each 64-bit word is
+added to its own upper part, which also moves the signs in its upper half to lower bits (as multiples of 2**63 an even number of flips
+would cancel), then multiplied with two odd 64-bit weights, one selected by its position in the row of ``ROW_WORDS`` and one by the row.
+This is integer arithmetic modulo 2**64, so the result does not depend on the order of addition, chunks or kernels.
 
-The two ways give different numbers, so ranks compare tensors on devices of one kind.
+The two methods give different numbers, so ranks compare tensors on devices of one kind.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes, host_memory
 
 MAX_ROWS = 64
-"""Rows of a batch that are read where all of them would cost too much."""
+"""Number of rows of a batch that are read if reading all of them would be too expensive."""
 
-_WEIGHT_PARTS = 16  # of a weight, of which a call compares one
-_SMALL_WEIGHT = 4096  # numbers that every call compares
+_WEIGHT_PARTS = 16  # number of parts of a weight, of which each call compares one
+_SMALL_WEIGHT = 4096  # size up to which every call compares the whole weight
 _MAX_COLUMNS = 32
-_WIDE = 1024  # numbers in a row, of which only some are read
+_WIDE = 1024  # size of a row above which only some of its numbers are read
 _MASK = (1 << 63) - 1
 
 
 def batch_leaves(batch: Any) -> Iterator[Any]:
-    """Yield all that a batch holds. A plain list of tensors needs no walk."""
+    """Yield all leaves of a batch. A plain list of tensors is not traversed further."""
     parts = batch
     if type(batch) not in (tuple, list):
         parts = (batch,)
@@ -50,13 +50,13 @@ def batch_leaves(batch: Any) -> Iterator[Any]:
 
 
 def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) -> list[int]:
-    """Return a hash (63 bits) of each of the first rows (all of them, unless ``max_rows``), over all tensors that have that many."""
+    """Return a 63-bit hash of each of the first rows (of all rows, unless ``max_rows``), over all tensors with that number of rows."""
     number = rows if max_rows is None else min(rows, max_rows)
     return hash_tables([table.cpu() for table in row_tables(tensors, rows, number)], number)
 
 
 def row_tables(tensors: list[Tensor], rows: int, number: int) -> list[Tensor]:
-    """Return the hashed parts of the first rows: all or some columns of ``number`` rows, for each tensor that has ``rows``."""
+    """Return the hashed parts of the first rows: all or some columns of ``number`` rows, for each tensor that has ``rows`` rows."""
     tables = []
     for tensor in tensors:
         is_readable = tensor.layout == torch.strided and not tensor.is_complex() and not tensor.is_quantized
@@ -76,48 +76,48 @@ def hash_tables(tables: Sequence[Tensor], number: int) -> list[int]:
     """Return a hash of each of ``number`` rows over tables on the CPU."""
     hashes = [0] * number
     for table in tables:
-        # each tensor's hash continues the one before
+        # the hash of each tensor is seeded with the hash of the previous one
         hashes = list(map(xxhash.xxh3_64_intdigest, host_memory(table).reshape(number, -1), hashes))
     return [value & _MASK for value in hashes]
 
 
 @functools.lru_cache(maxsize=64)
 def _read_columns(width: int, device: torch.device) -> Tensor:
-    """Choose the same columns at every call, spread irregularly: pictures have empty borders."""
+    """Choose the same columns in every call, spread irregularly because images have empty borders."""
     return (torch.arange(_MAX_COLUMNS, device=device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
 StartedFingerprint: TypeAlias = "int | Tensor"
-"""A fingerprint. On an accelerator it may still be on its way (0-dim int64)."""
+"""A fingerprint. On an accelerator its computation may still be in progress (0-dim int64)."""
 
 ROW_WORDS = 1024
-CHUNK_ROWS = 1 << 12  # 32 MiB: few kernels, little memory
-_UPPER = 31  # an odd distance from 32 and 16: lanes of a word do not cancel each other's signs
+CHUNK_ROWS = 1 << 12  # 32 MiB, a compromise between the number of kernels and memory
+_UPPER = 31  # an odd distance from 32 and 16, so that the lanes of a word do not cancel each other's signs
 
 
 def fingerprint(tensor: Tensor) -> int:
     """Return the fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
 
-    Elements count in logical order (strides do not), with their dtype's bits. A quantised tensor counts by its integers. Shape, dtype and
-    scales are not part of it: compare them separately.
+    Elements are hashed in logical order, independent of strides, with the bits of their dtype. A quantised tensor is hashed by its
+    integers. Shape, dtype and scales are not included and must be compared separately.
     """
     return int(start_fingerprint(tensor))
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the fingerprints of several tensors. An accelerator is waited for once."""
+    """Return the fingerprints of several tensors, waiting for an accelerator only once."""
     return start_fingerprints(tensors).read()
 
 
 def start_fingerprint(tensor: Tensor) -> StartedFingerprint:
-    """Start to compute a fingerprint, without waiting for an accelerator."""
+    """Start computing a fingerprint, without waiting for an accelerator."""
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     return hash_bytes(host_memory(tensor)) if tensor.device.type == "cpu" else _on_device(as_bytes(tensor))
 
 
 def start_fingerprints(tensors: Iterable[Tensor]) -> HostNumbers:
-    """Start to compute several fingerprints and to copy them to the host. A later read does not wait."""
+    """Start computing several fingerprints and copying them to the host, so that a later read does not wait."""
     return HostNumbers([start_fingerprint(t) for t in tensors])
 
 
@@ -128,42 +128,42 @@ def hash_bytes(data: object) -> int:
 
 
 def hash_text(text: str, bits: int = 63) -> int:
-    """Return an unsigned number of so many bits that identifies a text. It is never 0."""
+    """Return an unsigned number with the given number of bits that identifies a text. It is never 0."""
     return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
 
 
 def hash_lines(lines: Iterable[str]) -> int:
-    """Return a signed 64-bit number for several lines of text. 0 for none at all."""
+    """Return a signed 64-bit number for several lines of text, or 0 without any."""
     text = "\n".join(lines)
     return hash_bytes(text.encode()) if text else 0
 
 
 def combine(values: Sequence[int]) -> int:
-    """Return one number for several, by their order. 0 for none."""
+    """Return one number for several, dependent on their order, or 0 without any."""
     return hash_bytes(array("q", values)) if values else 0
 
 
 class WeightFingerprints:
-    """Fingerprints of the weights of a loss, of another part in each call: ranks that hold other weights compute no common value.
+    """Fingerprints of a loss's weights, of a different part in each call: ranks with different weights cannot compute a common value.
 
-    Parts of a ``DTensor`` are left out: ranks hold different ones.
+    ``DTensor`` weights are skipped, because ranks hold different parts of them.
 
     Args:
-        wanted: False: weights may differ for a while, as if ranks average them every few steps.
+        wanted: If False, weights may differ temporarily, for example if ranks average them every few steps.
     """
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
         self._calls = 0
-        self._failures = 0  # of the group, at the last call
-        self._started = HostNumbers([])  # at the last call, on an accelerator
+        self._failures = 0  # failures of the group at the last call
+        self._started = HostNumbers([])  # started by the last call on an accelerator
 
     def take(self, weights: Iterable[Tensor], group: Group) -> str:
-        """Return the fingerprint that ranks compare in a call. On an accelerator it is that of the call before. Empty: none."""
+        """Return the fingerprint to compare in a call, or an empty text. On an accelerator it is the previous call's fingerprint."""
         if not self._wanted or process_groups.world_size(group) == 1:
             return ""
         failures = process_groups.failures(group)
-        if failures != self._failures:  # some ranks may have come to the failed call, and others not
+        if failures != self._failures:  # only some ranks may have reached the failed call
             self._calls, self._failures, self._started = 0, failures, HostNumbers([])
         part = self._calls % _WEIGHT_PARTS
         self._calls += 1
@@ -176,12 +176,12 @@ class WeightFingerprints:
         return f"{found & _MASK:x}" if found else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a copy or pickle begins anew: numbers on their way from a device cannot be pickled
+        # a copy or pickle starts anew: numbers in transit from a device cannot be pickled
         return functools.partial(WeightFingerprints, wanted=self._wanted), ()
 
 
 def _part_of(weight: Tensor, part: int) -> Tensor:
-    """Return one part of a large weight, a view, or a small weight as it is."""
+    """Return one part of a large weight as a view, or a small weight unchanged."""
     flat = weight.detach().reshape(-1)
     if len(flat) <= _SMALL_WEIGHT:
         return flat
@@ -203,7 +203,7 @@ def _on_device(data: Tensor) -> Tensor:
 
 
 def _as_words(data: Tensor) -> Tensor:
-    """View bytes as (rows, ROW_WORDS) int64: the memory itself if it consists of whole, aligned rows, else a copy with zeros behind."""
+    """View bytes as (rows, ROW_WORDS) int64: their own memory if it consists of whole, aligned rows, otherwise a zero-padded copy."""
     missing = -data.numel() % (8 * ROW_WORDS)
     if missing or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(missing)])
@@ -211,13 +211,13 @@ def _as_words(data: Tensor) -> Tensor:
 
 
 def _weights(number: int, stream: int, device: torch.device) -> Tensor:
-    size = max(ROW_WORDS, 1 << (number - 1).bit_length())  # few different sizes: they stay cached
+    size = max(ROW_WORDS, 1 << (number - 1).bit_length())  # limit the number of different sizes to cache
     return _cached_weights(size, stream, device)[:number]
 
 
 @functools.cache
 def _cached_weights(number: int, stream: int, device: torch.device) -> Tensor:
-    """Return odd 64-bit numbers with mixed bits for each index, the same on every device and release of torch (no generator is asked)."""
+    """Return odd 64-bit weights with mixed bits for each index, without a generator: equal on every device and release of torch."""
     bits = torch.arange(1, number + 1, dtype=torch.int64, device=device)
     bits = bits * 2 + (stream << 40) + 1
     for multiplier in (-7046029254386353131, -4658895280553007687, -7723592293110705685):

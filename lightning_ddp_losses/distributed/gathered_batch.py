@@ -1,4 +1,4 @@
-"""Several batches gathered as one: labels, indices and masks travel with the embeddings, in a single collective.
+"""Several tensors gathered together: labels, indices and masks are sent with the embeddings, in a single collective.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` their sum.
 """
@@ -30,9 +30,9 @@ from lightning_ddp_losses.distributed.raw_collectives import (
 )
 
 BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
-"""Rows of each rank, by tensor -> the gradient to give, the same on every rank."""
+"""Function from the rows of each rank, by tensor, to the gradient mode, with the same result on every rank."""
 
-_ALIGN = 16  # bytes. A view of any dtype may start there
+_ALIGN = 16  # bytes. A view of any dtype may start at a multiple of it
 
 
 class GatheredBatch(NamedTuple):
@@ -42,7 +42,7 @@ class GatheredBatch(NamedTuple):
         tensors: (G, ...) each, in rank order.
         counts: Rows of each rank, per tensor.
         extras: Each rank's own ``extra`` bytes.
-        dtypes: Dtypes in which each rank's rows travelled, per tensor.
+        dtypes: Dtypes in which each rank's rows were sent, per tensor.
     """
 
     tensors: list[Tensor]
@@ -55,10 +55,10 @@ class RowForm(NamedTuple):
     """The form of one tensor's rows.
 
     Attributes:
-        dtype: Dtype of the computation. Rows of bfloat16 and float16 may travel in its place.
+        dtype: Dtype of the computation. Rows may be sent in bfloat16 or float16 instead.
         shape: Shape of a row. (0,) if rows are only counted.
         is_counted: True if rows are counted and not gathered.
-        keeps_narrow: True if narrow rows are not cast when they arrive.
+        keeps_narrow: True if narrow rows are not cast after they are received.
     """
 
     dtype: torch.dtype
@@ -67,21 +67,22 @@ class RowForm(NamedTuple):
     keeps_narrow: bool
 
     def travelling(self, kinds: Sequence[int]) -> TravellingRows:
-        """Return how the rows travel. ``kinds``: by rank, the place of its dtype in ``NARROW_DTYPES``."""
+        """Return how the rows are sent, where ``kinds`` contains the index of each rank's dtype in ``NARROW_DTYPES``."""
         dtypes = [NARROW_DTYPES[kind] or self.dtype for kind in kinds]
         return TravellingRows(self.shape, dtypes, None if self.keeps_narrow else self.dtype)
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """What the names and forms of some tensors decide about every gather of them.
+    """What the names and forms of some tensors determine for every gather of them.
 
     Attributes:
-        agreement: The operation, and what must match: names, dtypes and widths of the tensors, and the caller's values.
-        offer: Form of an offer: rows, need of a gradient and narrow dtype of each tensor, whether the rows follow, and extra bytes.
+        agreement: The operation, and the values that must match: names, dtypes and widths of the tensors, and the caller's values.
+        offer: Format of a rank's header: rows, need of a gradient and narrow dtype of each tensor, whether the rows are inline, and the
+            number of extra bytes.
         rows: Form of each tensor's rows.
         is_on_host: True if all tensors are on the CPU.
-        is_grad_enabled: True if gradients are on.
+        is_grad_enabled: True if gradients are enabled.
     """
 
     agreement: Agreement
@@ -100,14 +101,15 @@ class BatchLayout:
         *,
         keeps_narrow: bool = False,
     ) -> BatchLayout:
-        """Return the layout of some tensors, as ``gather_batch`` describes them.
+        """Return the layout of some tensors, as described in ``gather_batch``.
 
         Args:
             what: The operation.
             tensors: (B, ...) by name, in the dtype of the computation.
             options: Further values that must be equal on all ranks, in every call.
             counted: Names of the tensors that are counted and not gathered.
-            keeps_narrow: True if narrow rows are not cast when they arrive. ``gather_batch`` gets them in place of the tensors.
+            keeps_narrow: True if narrow rows are not cast after they are received. ``gather_batch`` is then called with the narrow
+                tensors.
         """
         is_grad_enabled = torch.is_grad_enabled()
         compared = dict(options or {})
@@ -129,7 +131,7 @@ class BatchLayout:
 
 @functools.cache
 def _offer(tensors: int) -> struct.Struct:
-    """Return the form of an offer of so many tensors."""
+    """Return the format of a header for the given number of tensors."""
     return struct.Struct(f"<{tensors}Q{tensors}?{tensors}B?I")
 
 
@@ -144,27 +146,27 @@ def gather_batch(
     given_dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> GatheredBatch:
-    """Gather the rows of all ranks for several tensors at once, in rank order, with their graphs.
+    """Gather the rows of all ranks for several tensors together, in rank order, with their graphs.
 
     Args:
         what: The operation, for the handshake, or the layout of these tensors from an earlier call.
         tensors: (B, ...) by name. B may differ per rank and per tensor.
         must_match: Further values that must be equal on all ranks.
-        backward: Gradient to give, as in ``all_gather_with_grad``, or a function that decides it from the rows of each rank by name.
-        extra: Own bytes that go with the handshake.
-        counted: Names of (B, D) tensors that are not gathered: all ranks agree on D and dtype, and learn the numbers of rows.
-            They come back as (G, 0). A layout has its own.
-        given_dtype: bfloat16 or float16, from which the floating tensors were cast. They travel in it, also if other ranks' do not, and
-            their gradients in the dtype of the tensor. None: they were not cast.
+        backward: Gradient mode, as in ``all_gather_with_grad``, or a function that derives it from the rows of each rank by name.
+        extra: Additional bytes of this rank that are sent with the handshake.
+        counted: Names of (B, D) tensors that are not gathered: all ranks agree on D and dtype, and receive the numbers of rows.
+            They are returned as (G, 0). Ignored if a layout is given, which contains its own.
+        given_dtype: bfloat16 or float16, from which the floating-point tensors were cast. They are sent in this dtype even if other ranks
+            send a different one, and their gradients in the dtype of the tensor. If None, they were not cast.
         group: Process group. None is the world.
 
     Communication:
-        Forward one handshake, and one gather of all tensors' bytes where those of any rank are too many to be inline (more than
+        Forward one handshake, and one gather of all tensors' bytes if the bytes of any rank are too many to be inline (more than
         ``handshake.inline_capacity``, or not on the CPU). One more gather at a size that the handshakes have not grown to yet. Backward
         none (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
-        RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or one computes without gradients
+        RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or some ranks compute without gradients
             (backward may communicate).
     """
     layout = what
@@ -176,13 +178,13 @@ def gather_batch(
     if process_groups.world_size(group) == 1:
         counts = [[value.shape[0]] for value in values]
         return GatheredBatch(values, counts, [extra], [[value.dtype] for value in values])
-    # 1. this rank's rows, in the dtype that they came in, and the handshake: all agree on the tensors
+    # 1. this rank's rows, in the dtype that the caller had before a cast, and the handshake: all ranks agree on the tensors
     sent = values
     if given_dtype is not None:
         sent = [_as_given(tensor, given_dtype) for tensor in values]
     offer = _pack_offer(layout, values, sent, extra, handshake.inline_capacity(group))
     payloads = handshake.all_gather(layout.agreement, must_match, offer, group=group)
-    # 2. what the ranks have said of each tensor
+    # 2. the information of all ranks about each tensor
     number = len(values)
     columns = list(zip(*map(layout.offer.unpack_from, payloads), strict=True))
     counts = list(map(list, columns[:number]))
@@ -197,7 +199,7 @@ def gather_batch(
         gathered = _rows_of_payloads(payloads, starts, travelling, counts)
     else:
         gathered = _gather_packed(sent, travelling, counts, group)
-    # 4. their graph. A rank that needs no gradient of a tensor takes part in its backward where another rank needs it
+    # 4. their graph. A rank takes part in the backward of a tensor if any rank needs its gradient
     needed = [place for place in range(number) if any(needs_grad[place])]
     if needed:
         how = backward
@@ -213,14 +215,14 @@ def gather_batch(
 
 
 def _as_given(tensor: Tensor, given_dtype: torch.dtype) -> Tensor:
-    """Return the rows of a tensor that was cast from a narrow dtype, if it is floating, in that dtype."""
+    """Return a floating-point tensor's rows in the narrow dtype that they were cast from. Other tensors are returned unchanged."""
     return tensor.detach().to(given_dtype) if tensor.is_floating_point() else tensor
 
 
 def _pack_offer(
     layout: BatchLayout, tensors: Sequence[Tensor], sent: Sequence[Tensor], extra: bytes, inline_capacity: int
 ) -> bytes:
-    """Return the offer of this rank: what it says of each tensor, the extra bytes, and few rows themselves."""
+    """Return the message of this rank: the header for each tensor, the extra bytes, and the rows themselves if they fit."""
     counts = [tensor.shape[0] for tensor in tensors]
     needs_grad = [tensor.requires_grad and layout.is_grad_enabled for tensor in tensors]
     kinds = []
@@ -237,7 +239,7 @@ def _pack_offer(
 def _rows_of_payloads(
     payloads: Sequence[bytes], starts: list[int], travelling: Sequence[TravellingRows], counts: list[list[int]]
 ) -> list[Tensor]:
-    """Return the rows of all ranks, of each tensor, from the places in the payloads where those of the first tensor start."""
+    """Return the rows of all ranks, of each tensor, from payloads in which the first tensor's rows begin at ``starts``."""
     gathered = []
     for each, rows in zip(travelling, counts, strict=True):
         stops = list(map(operator.add, starts, each.sizes(rows)))
@@ -254,7 +256,7 @@ def _gather_packed(
     sent: Sequence[Tensor], travelling: Sequence[TravellingRows], counts: list[list[int]], group: Group
 ) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, by one gather of their bytes."""
-    # 1. where each rank's rows of each tensor begin, and as many bytes of each rank as the one with the most has
+    # 1. the offset of each rank's rows of each tensor, and the number of bytes of the rank with the most
     starts = [[0] * len(counts[0])]
     for each, rows in zip(travelling, counts, strict=True):
         starts.append([start + aligned(size) for start, size in zip(starts[-1], each.sizes(rows), strict=True)])
@@ -270,7 +272,7 @@ def _gather_packed(
     for each, rows, places in zip(travelling, counts, starts, strict=False):
         sizes = each.sizes(rows)
         if each.is_uniform and len({*zip(places, sizes, strict=True)}) == 1:
-            # the usual case, with no work per rank: all have as many rows at the same place
+            # the common case, without work per rank: all ranks have the same number of rows at the same offset
             block = messages[:, places[0] : places[0] + sizes[0]].reshape(-1)
             gathered.append(each.joined(block, sum(rows)))
         else:
@@ -280,11 +282,11 @@ def _gather_packed(
 
 
 def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Return ``size`` bytes with those of all tensors, each at an aligned place."""
+    """Return ``size`` bytes that contain the bytes of all tensors, each at an aligned offset."""
     packed = tensors[0].new_zeros(size, dtype=torch.uint8)
     offset = 0
     for tensor in tensors:
-        # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
+        # not tensor.contiguous().view: zero rows or one strided row count as contiguous and cannot be viewed as bytes
         place = packed[offset : offset + tensor.nbytes]
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         offset += aligned(tensor.nbytes)
@@ -292,5 +294,5 @@ def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up, so that a tensor of any dtype may start there."""
+    """Round a number of bytes up to an offset at which a tensor of any dtype may start."""
     return -(-size // _ALIGN) * _ALIGN

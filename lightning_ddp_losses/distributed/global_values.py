@@ -1,10 +1,10 @@
-"""Values over the rows of all ranks, and what becomes of their gradients.
+"""Values over the rows of all ranks, and the reduction of their gradients.
 
-**Which are global.** The last few are remembered, so that reducing one once more can be called waste.
+**Which values are global.** The last few are stored, so that a check can report that reducing one again is redundant.
 
-**How the model's gradients are reduced**: a mean over ranks, a sum, or a sum divided by the user's number. Gradients end as
-``c * sum over R of g_r``. An exact value is made for a mean, ``c = 1 / |R|``. For any other ``c`` its gradient is
-multiplied by ``1 / (c |R|)``, once, at the value. So losses, metrics and ``global_mean`` follow in the same way, over any ranks.
+**How the model's gradients are reduced**: a mean over ranks, a sum, or a sum divided by the user's number. The final gradients are
+``c * sum over R of g_r``. An exact value is computed for a mean, ``c = 1 / |R|``. For any other ``c`` its gradient is
+multiplied once, at the value, by ``1 / (c |R|)``. Losses, metrics and ``global_mean`` all do this in the same way, over any ranks.
 
 | what reduces | c | times |
 |---|---|---|
@@ -12,15 +12,15 @@ multiplied by ``1 / (c |R|)``, once, at the value. So losses, metrics and ``glob
 | a sum | 1 | ``1 / |R|`` |
 | ``set_gradient_divide_factor(f)`` of FSDP2 | ``1 / f`` | ``f / |R|`` |
 
-The reduction of the strategy's module comes first, then that of an accumulation window's model.
+The reduction of the strategy's module takes precedence over the reduction of an accumulation window's model.
 
 **Which accumulation window is open** around a call. ``accumulation`` opens and closes it.
 
-**Whether all ranks weigh a value equally.** Every rank computes the whole loss or metric, or its share of it, on the assumption that they
-do. A rank that multiplies it by another factor would get a wrong gradient without a word. So the upstream gradient is noted in
+**Whether all ranks weigh a value equally.** Every rank computes the whole loss or metric, or its share of it, on this assumption. A rank
+that multiplies it by a different factor would silently receive a wrong gradient. Therefore the upstream gradient is recorded in
 backward, and compared in the handshake of the value's next call (``UpstreamGradWatch.take``). A strategy compares earlier: its
-``UpstreamGradRecorder`` collects the upstream gradients of the current backward, so that no wrong gradient is reduced or reaches an
-optimizer.
+``UpstreamGradRecorder`` collects the upstream gradients of the current backward, so that a wrong gradient is neither reduced nor passed to
+an optimizer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _recent: deque[Tensor] = deque(maxlen=8)
 
 
 def remember_global_value(value: object, title: str = "") -> None:
-    """Remember a value that is global already. With a title, errors of an accumulation window name the loss by it."""
+    """Store a value that is already global. With a title, errors of an accumulation window use it as the name of the loss."""
     if isinstance(value, Tensor) and value.ndim == 0:
         _recent.append(value.detach())
     if title:
@@ -61,7 +61,7 @@ def remember_global_value(value: object, title: str = "") -> None:
 
 
 def recent_global_values() -> list[Tensor]:
-    """Return the last few values that were global when they were made."""
+    """Return the last few values that were global when they were computed."""
     return list(_recent)
 
 
@@ -70,11 +70,11 @@ def recent_global_values() -> list[Tensor]:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How gradients end.
+    """How the gradients of a model are reduced.
 
     Attributes:
-        divisor: The sum over the ranks is divided by it. None: unknown.
-        ranks: The ranks R, of the world.
+        divisor: Number by which the sum over the ranks is divided. None if unknown.
+        ranks: The ranks R, as ranks of the world.
         source: Name of the reduction in messages.
     """
 
@@ -84,7 +84,7 @@ class GradientReduction:
 
     @property
     def scale(self) -> float:
-        """Factor of the gradient of a value that is made for a mean. 1 if the divisor is unknown."""
+        """Factor of the gradient of a value that is computed for a mean. 1 if the divisor is unknown."""
         return 1.0 if self.divisor is None else self.divisor / len(self.ranks)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class GradientReduction:
 
 
 def _unknown() -> GradientReduction | None:
-    """Stand for the reduction of a loop without a strategy and without a window."""
+    """Default reduction, for a loop without a strategy and without a window."""
     return None
 
 
@@ -102,13 +102,13 @@ other_reductions.watch_setters()
 
 
 def current_reduction() -> GradientReduction | None:
-    """Return how the strategy's module, or the window's model, is reduced. None if that is unknown."""
+    """Return how the strategy's module, or the window's model, is reduced. None if unknown."""
     return _current.get()()
 
 
 @contextlib.contextmanager
 def reduced_by(reduction: Callable[[], GradientReduction | None]) -> Iterator[None]:
-    """Let the gradients of exact values inside the block make up for a reduction. Each value asks for it."""
+    """Make the gradients of exact values inside the block compensate for a reduction, which is determined for each value."""
     before = _current.set(reduction)
     try:
         yield
@@ -117,15 +117,15 @@ def reduced_by(reduction: Callable[[], GradientReduction | None]) -> Iterator[No
 
 
 def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
-    """Return the same value. Its gradient is multiplied.
+    """Return the same value with a multiplied gradient.
 
     Args:
-        value: Value made for a mean over ranks.
-        scale: Factor. None: that of the current reduction.
+        value: Value computed for a mean over ranks.
+        scale: Factor. If None, the scale of the current reduction.
 
     Raises:
-        ConfigurationError: without a factor, where the reduction is unknown and some module of the process is not reduced by a mean. All
-            ranks raise it, as they have compared ``reduction_to_match``.
+        ConfigurationError: without a factor, if the reduction is unknown and some module of the process is not reduced by a mean. All
+            ranks raise it, because they have compared ``reduction_to_match``.
     """
     if scale is None:
         if value.requires_grad and other_reductions.noted:
@@ -139,13 +139,13 @@ def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
 
 
 def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientReduction | None:
-    """Return how modules are reduced. None if neither DistributedDataParallel nor ``fully_shard`` is among them.
+    """Return how modules are reduced, or None if neither DistributedDataParallel nor ``fully_shard`` is among them.
 
     Args:
-        modules: Modules by path, as ``named_modules`` gives them.
+        modules: Modules by path, as returned by ``named_modules``.
 
     Raises:
-        ConfigurationError: for modules that are reduced differently, or by what this backend cannot.
+        ConfigurationError: for modules with different reductions, or a reduction that the backend does not support.
     """
     found: dict[str, GradientReduction] = {}
     for path, module in modules:
@@ -192,18 +192,18 @@ def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
 def chosen_reduction(
     reduces: str | float, module: nn.Module | None, group: Group, *, exact_ranks: bool, has_graph: bool
 ) -> GradientReduction | None:
-    """Return how a value's gradient will be reduced. None is a mean.
+    """Return how a value's gradient will be reduced. None means a mean.
 
     Args:
         reduces: ``"auto"``, ``"mean"``, ``"sum"``, or the divisor of the sum.
-        module: Model to ask if there is neither a strategy nor a window.
+        module: Model to inspect if there is neither a strategy nor a window.
         group: Ranks with different rows.
-        exact_ranks: The model must be reduced over all of them.
+        exact_ranks: Whether the model must be reduced over all of them.
         has_graph: Whether the value has a gradient.
 
     Raises:
-        ConfigurationError: for what cannot be read, for another reduction than the model's, and without a model if some module of the
-            process is not reduced by a mean.
+        ConfigurationError: for an invalid ``reduces``, for a reduction that differs from the model's, and without a model if some module of
+            the process is not reduced by a mean.
     """
     if reduces not in ("auto", "mean", "sum"):
         is_divisor = not isinstance(reduces, (str, bool)) and math.isfinite(reduces) and reduces > 0
@@ -244,7 +244,7 @@ _UNDECLARED = "gradients of a module of this process"
 
 
 def reduction_to_match() -> dict[str, str]:
-    """Return a reduction that is no mean, of a module of this process, for the handshake of a loss to compare. Empty if all is known."""
+    """Return the non-mean reductions of modules of this process, for a loss's handshake to compare. Empty if nothing is unknown."""
     if not other_reductions.noted or _current.get() is not _unknown or not torch.is_grad_enabled():
         return {}
     other = other_reductions.other_reduction()
@@ -252,7 +252,7 @@ def reduction_to_match() -> dict[str, str]:
 
 
 def _refuse_guess(other: str) -> None:
-    """Refuse a gradient that is made for a mean, if some module of this process is reduced in another way."""
+    """Reject a gradient that is computed for a mean, if some module of this process is reduced in another way."""
     expect(
         not other,
         "reduces",
@@ -268,7 +268,7 @@ def _refuse_guess(other: str) -> None:
 
 
 class OpenWindow(Protocol):
-    """A window as the calls inside it see it (``accumulation.AccumulationWindow``)."""
+    """The interface of a window for the calls inside it (``accumulation.AccumulationWindow``)."""
 
     number: int | None
     expected_micro_batches: int
@@ -280,22 +280,22 @@ class OpenWindow(Protocol):
 
     @property
     def is_single(self) -> bool:
-        """Whether the window is one micro-batch."""
+        """Whether the window is a single micro-batch."""
 
     @property
     def gives_shares(self) -> bool:
         """Whether the value of a loss is its share of the window's loss."""
 
     def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
-        """Return a call of a loss in this micro-batch."""
+        """Return the record of a loss call in this micro-batch."""
 
 
 open_window: ContextVar[OpenWindow | None] = ContextVar("accumulation_window", default=None)
-"""The window around this. ``accumulation.active`` sets it."""
+"""The window around the current call. ``accumulation.active`` sets it."""
 
 
 def current_window() -> OpenWindow | None:
-    """Return the window of the current micro-batch. None outside of one, without gradients, and in a window of one micro-batch."""
+    """Return the open window, or None without a window, with gradients disabled, or in a window of a single micro-batch."""
     window = open_window.get()
     if window is None or window.is_single or not torch.is_grad_enabled():
         return None
@@ -309,7 +309,7 @@ def micro_batch_to_match() -> dict[str, object]:
         return {}
     return {
         "micro-batch of the accumulation window": window.number or "not declared",
-        # the size of gradients, which may be reduced before the window ends
+        # affects the size of gradients, which may be reduced before the window ends
         "micro_batches of the accumulation window": window.expected_micro_batches,
         "micro-batches of its counts": window.averages,
     }
@@ -317,7 +317,7 @@ def micro_batch_to_match() -> dict[str, object]:
 
 @contextlib.contextmanager
 def outside_window() -> Iterator[None]:
-    """Let the means inside the block count in no window: they compare rows, so they are no sums over the rows of several micro-batches."""
+    """Exclude the means inside the block from the window: they compare rows, so they are not sums over several micro-batches."""
     before = open_window.set(None)
     try:
         yield
@@ -326,7 +326,7 @@ def outside_window() -> Iterator[None]:
 
 
 def name_value(value: object, title: str) -> None:
-    """Let errors of the window name a loss that compares rows, by its value."""
+    """Attach the name of a loss that compares rows to its value, for errors of the window."""
     if open_window.get() is not None and isinstance(value, Tensor) and value.grad_fn is not None:
         notes: Any = value.grad_fn.metadata
         notes[TITLE] = title
@@ -344,9 +344,9 @@ def is_global_value(node: Any) -> bool:
 
 
 def _world_watches() -> weakref.WeakSet[UpstreamGradWatch] | None:
-    """Return the watches with notes since training began. None in a world of one, which does not compare.
+    """Return the watches with notes since training began. None in a world of one rank, which does not compare.
 
-    They are kept for as long as the world's groups live.
+    They are stored for the lifetime of the world's groups.
     """
     if process_groups.world_size() == 1:
         return None
@@ -361,11 +361,11 @@ _note_numbers = itertools.count()
 
 
 class _NotedGrad(NamedTuple):
-    """What came back into one value.
+    """The upstream gradient of one value.
 
     Attributes:
-        grad: Numbers of the upstream gradient. Those of an accelerator are on their way to the host and may still be computed.
-        number: Notes of all watches count up.
+        grad: Numbers of the upstream gradient. On an accelerator their copy to the host may still be in progress.
+        number: Position of the note among those of all watches.
         failures: Number of errors of the value's group before it.
     """
 
@@ -379,32 +379,32 @@ class _NotedGrad(NamedTuple):
 
 
 class UpstreamGradRecorder:
-    """Collects what comes back in one backward into values over all ranks, on the CPU (to read it elsewhere waits for the device)."""
+    """Collects the CPU upstream gradients of values over all ranks in one backward (reading others would wait for the device)."""
 
     def __init__(self) -> None:
         self._first = 0
 
     def start(self) -> None:
-        """Leave what an earlier backward noted to the next calls."""
+        """Leave the notes of an earlier backward to the next calls."""
         self._first = next(_note_numbers)
 
     def take(self) -> str:
-        """Return the upstream gradients that no watch has reported yet, as text for a handshake. They are not reported again."""
+        """Return, as text for a handshake, the upstream gradients that were not reported by a watch yet, and mark them as reported."""
         return _take_notes(after=self._first, late_before=0)
 
 
 class UpstreamGradWatch:
-    """Notes what comes back into a value that all ranks share."""
+    """Records the upstream gradients of a value that all ranks share."""
 
     def __init__(self) -> None:
         self._noted: list[_NotedGrad] = []
         self._group: Group = None
-        self._last_take = 0  # number that a note of that moment would have had
+        self._last_take = 0  # number that a note at that moment would have received
         self._everywhere = False
 
     @classmethod
     def of(cls, title: str, group: Group) -> UpstreamGradWatch:
-        """Return the watch of a function's values, which lives as long as the group. A world of one does not compare."""
+        """Return the watch of a function's values, with the lifetime of the group. A world of one rank does not compare."""
         if process_groups.world_size(group) == 1:
             return cls()
         watches: dict[str, UpstreamGradWatch] = process_groups.internal_groups(group).notes.setdefault(cls, {})
@@ -413,7 +413,7 @@ class UpstreamGradWatch:
         return watches[title]
 
     def watch(self, value: Any, *, group: Group = None, scale: float | None = None) -> Any:
-        """Return the same value, or nest of values, scaled for the model's reduction. The upstream gradient of each tensor is noted.
+        """Return the same value, or nest of values, scaled for the model's reduction, and record the upstream gradient of each tensor.
 
         Args:
             value: Value over the ranks of ``group``.
@@ -430,11 +430,11 @@ class UpstreamGradWatch:
         value = with_scaled_gradient(value, scale)
         if not value.requires_grad:
             return value
-        if value.is_leaf:  # a hook would stay on a parameter
+        if value.is_leaf:  # a hook would remain on a parameter
             value = value.view_as(value)
         window = open_window.get()
         if window is not None and window.compares_ranks and is_window_part(value):
-            pass  # at its end: ranks may leave out different micro-batches
+            pass  # compared at the end of the window, because ranks may skip different micro-batches
         elif not self._everywhere or process_groups.world_size() > 1:  # a world of one does not compare
             value.register_hook(self.note)  # type: ignore[no-untyped-call]
         if self._everywhere:
@@ -445,7 +445,8 @@ class UpstreamGradWatch:
     def take(self) -> str:
         """Return the notes since the last call, as text for a handshake.
 
-        Those of an accelerator are a call older. So a value that is used twice in a step does not wait for the backward in between.
+        Notes of an accelerator are reported one call later, so that a value used twice in a step does not wait for the backward in
+        between.
         """
         before = self._last_take
         self._last_take = next(_note_numbers)
@@ -453,15 +454,15 @@ class UpstreamGradWatch:
         return ", ".join([note.text() for note in noted]) or "none yet"
 
     def take_some(self, *, after: float = -1, late_before: float = math.inf) -> list[_NotedGrad]:
-        """Return some of the notes. They are not reported again.
+        """Return a selection of the notes, and mark them as reported.
 
         Args:
-            after: Notes with a higher number are returned.
-            late_before: Of an accelerator's notes, those with a lower number are returned.
+            after: Only notes with a higher number are returned.
+            late_before: Of an accelerator's notes, only those with a lower number are returned.
         """
         if not self._noted:
             return []
-        # a call that has failed took the notes of some ranks only
+        # a failed call consumed the notes of only some ranks
         failures = process_groups.failures(self._group)
         wanted: list[_NotedGrad] = []
         left: list[_NotedGrad] = []
@@ -476,10 +477,10 @@ class UpstreamGradWatch:
         self._noted = left
         return wanted
 
-    @eager_recursive  # a hook in backward, which a compiled step would trace
+    @eager_recursive  # a hook in backward that a compiled step would trace
     def note(self, grad: Tensor) -> None:
-        """Remember an upstream gradient without waiting for the device. One with dimensions is noted by its sum and sum of squares."""
-        # of a value over a part of the world, its ranks alone are here
+        """Record an upstream gradient without waiting for the device: a scalar itself, otherwise the sum and the sum of squares."""
+        # for a value over a part of the world, only the ranks of the part take part
         if self._everywhere:
             watches = _world_watches()
             if watches is None:
@@ -496,21 +497,21 @@ class UpstreamGradWatch:
 
 
 def forget_late_notes() -> None:
-    """Leave the notes so far to the next calls. Call it when training begins."""
+    """Leave the notes so far to the next calls. Call this when training begins."""
     watches = _world_watches()
     if watches is not None:
         watches.clear()
 
 
 def take_late_notes() -> str:
-    """Return what came back into values and was not compared since, as text for a handshake of the world: when training ends."""
+    """Return upstream gradients that were not compared yet, as text for a handshake of the world. Call this when training ends."""
     late = _take_notes()
     forget_late_notes()
     return late
 
 
 def _take_notes(*, after: float = -1, late_before: float = math.inf) -> str:
-    """Return some notes of the world (``UpstreamGradWatch.take_some``), in the order of backward, which is the same on all ranks."""
+    """Return a selection of the world's notes (``UpstreamGradWatch.take_some``) in the order of backward, the same on all ranks."""
     found = [watch.take_some(after=after, late_before=late_before) for watch in _world_watches() or ()]
     notes = sorted(itertools.chain.from_iterable(found), key=lambda note: note.number)
     return ", ".join(note.text() for note in notes) or "none"

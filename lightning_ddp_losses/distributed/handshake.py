@@ -1,14 +1,14 @@
-"""Handshakes: how ranks that disagree get the same error instead of an abort or a hang.
+"""Handshakes: ranks that disagree raise the same error instead of aborting or hanging.
 
-gloo kills the process when collectives of different sizes meet (torch 2.13). So each operation of several ranks opens with
-a handshake: a gather of one header per rank, of the same size everywhere, on a separate gloo group. Ranks at different places
-of the program still meet in equal handshakes, see who is where, and raise the same error. A rank that failed by itself sends its
-error in one: the peers get it at their next handshake, wherever that is. (torch's debug wrapper calls the header a collective
-fingerprint.)
+gloo kills the process when collectives of different sizes are matched with each other (torch 2.13). Each operation across ranks therefore
+begins with a handshake: a gather of one header per rank, of the same size everywhere, on a separate gloo group. Ranks at different places
+of the program are still matched in equally sized handshakes, read each other's position from the headers, and raise the same error. A rank
+that failed on its own sends its error in a handshake, and its peers receive it in their next handshake, whichever operation that belongs
+to. (torch's debug wrapper calls the header a collective fingerprint.)
 
-A header names the operation and what *must match* (shapes, dtypes, configuration: equal on all ranks or an error), and carries
-the *payload*, this rank's own data. A payload that does not fit follows in one more gather, and the channel's next handshakes
-are long enough for it. So an operation of a handshake and a gather often costs the handshake alone.
+A header contains the operation, the values that *must match* (shapes, dtypes, configuration: equal on all ranks, otherwise an error), and
+the *payload*, which is this rank's own data. A payload that does not fit is sent in one additional gather, and subsequent handshakes on
+the channel are large enough for it. As a result, an operation of a handshake and a gather often needs only the handshake.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ ChannelName: TypeAlias = Literal["handshakes", "checks"]
 """Which of our process groups carries a handshake (``process_groups.ProcessGroups``)."""
 
 HANDSHAKE_BYTES = 1024
-"""Size of a handshake on a channel that has carried no longer one."""
+"""Size of a handshake on a channel that has not carried a longer one."""
 
 PEER_TIMEOUT = timedelta(seconds=60)
 """How long a rank that failed waits for its peers to receive its error."""
 
-# inline payloads, of a rank and over all ranks: so many bytes cost less than a separate gather
+# limits for inline payloads, per rank and over all ranks: up to this size they cost less than a separate gather
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 8 << 10, 256 << 10
 _LARGEST_HANDSHAKE = 64 << 10
-_LINE_CHARACTERS = 200  # of a call of the program
-_WINDOW = 64  # handshakes without a longer one, after which the channel forgets the longest
+_LINE_CHARACTERS = 200  # limit for the source line of a call of the program
+_WINDOW = 64  # number of handshakes without a longer one, after which the size of the longest is discarded
 
 
 def inline_capacity(group: Group = None) -> int:
-    """Return the bytes of payload that are better sent in a handshake than in a separate gather, equal on all ranks."""
+    """Return the payload size in bytes up to which a handshake is cheaper than a separate gather, equal on all ranks."""
     return _largest_inline(process_groups.world_size(group)) - HEADER_BYTES - TEXT_BYTES
 
 
@@ -76,12 +76,12 @@ def _largest_inline(world_size: int) -> int:
 
 
 def number_sent() -> int:
-    """Return how many handshakes this rank has sent in the world's group of losses and layers. It has at least two ranks."""
+    """Return how many handshakes this rank has sent in the world's group of losses and layers. The world must have at least two ranks."""
     return Channel.of(None, "handshakes").sent
 
 
 def number_opened() -> int:
-    """Return how many handshakes of losses and layers this rank has opened in the world's group. 0 in a world of one."""
+    """Return how many handshakes of losses and layers this rank has opened in the world's group. 0 in a world of one rank."""
     return Channel.of(None, "handshakes").opened if process_groups.world_size() > 1 else 0
 
 
@@ -95,29 +95,29 @@ def all_gather(
     handshake_bytes: int | None = None,
     of_user: bool = False,
 ) -> list[bytes]:
-    """Meet all ranks of ``group`` at this place and exchange payloads.
+    """Exchange payloads among all ranks of ``group``, after checking that they call the same operation.
 
     Args:
-        what: The operation, the same on every rank, or an agreement about it and about values that many calls have in common.
-        must_match: Further values that must be equal on every rank, by name. They are compared as text, an ``Instance`` as ``Meetings``
-            does.
+        what: The operation, the same on every rank, or an agreement about the operation and the values that many calls share.
+        must_match: Further values that must be equal on every rank, by name. They are compared as text, an ``Instance`` as described
+            in ``Meetings``.
         payload: This rank's own bytes, at most ``messages.LARGEST_PAYLOAD``.
         group: Process group. None is the world.
-        channel: Our group that carries the handshake. The checks have a separate one.
-        handshake_bytes: Size of this handshake, for a caller with a size that its ranks have agreed on before. None: the channel's.
-        of_user: The payload is of the user's program, and may have any length.
+        channel: Internal group that carries the handshake. The checks use a separate one.
+        handshake_bytes: Size of this handshake, if the caller's ranks have already agreed on one. If None, the channel's size.
+        of_user: Whether the payload comes from the user's program and may have any length.
 
     Returns:
         The payloads in rank order.
 
     Raises:
         RankMismatchError: on every rank, when ``what`` or ``must_match`` differ.
-        DDPLossError: on every rank, the error of a rank that came here through ``raise_on_all_ranks``.
+        DDPLossError: on every rank, the error of a rank that called ``raise_on_all_ranks``.
         PeerError: on every rank, for a rank that announces a longer payload.
 
     Communication:
-        One gather of a handshake per rank. One more, of the longest payload, when a payload does not fit (the channel's next
-        handshakes are then long enough for it). There is none in a world of one.
+        One gather of a handshake per rank. One more gather, of the longest payload, when a payload does not fit (the channel's next
+        handshakes are then long enough for it). None in a world of one rank.
     """
     pending = start(
         what, must_match, payload, group=group, channel=channel, handshake_bytes=handshake_bytes, of_user=of_user
@@ -128,7 +128,7 @@ def all_gather(
 def all_gather_between_steps(
     what: str | Agreement, must_match: Mapping[str, object], payload: bytes = b"", *, group: Group = None
 ) -> list[bytes]:
-    """Gather as ``all_gather``, between calls of losses and layers: ``number_opened`` does not count it."""
+    """Gather like ``all_gather``, between calls of losses and layers: ``number_opened`` does not count this handshake."""
     payloads = all_gather(what, must_match, payload, group=group)
     if process_groups.world_size(group) > 1:
         Channel.of(group, "handshakes").opened -= 1
@@ -136,29 +136,29 @@ def all_gather_between_steps(
 
 
 def all_gather_json(what: str, must_match: Mapping[str, object], own: object, *, group: Group = None) -> list[Any]:
-    """Exchange lists, dicts, texts and numbers in rank order, as ``all_gather_between_steps`` does bytes."""
+    """Exchange lists, dicts, texts and numbers in rank order, with the same accounting as ``all_gather_between_steps``."""
     payloads = all_gather_between_steps(what, must_match, json.dumps(own).encode(), group=group)
     return [json.loads(payload) for payload in payloads]
 
 
 def meet_by_name(call: ProgramCall, must_match: Mapping[str, object]) -> None:
-    """Meet all ranks of the world at a call of the user's program, before anything is sent that only some ranks may wait for.
+    """Verify that all ranks of the world make this call of the user's program, before sending anything that only some ranks wait for.
 
     Args:
-        call: The call, with the line of this rank.
+        call: The call, with the source line on this rank.
         must_match: Values that must be equal on every rank, by name.
 
     Raises:
-        RankMismatchError: on every rank, with the ranks that made the call, their lines, and where the other ranks are.
-        PeerError: if a rank does not come.
+        RankMismatchError: on every rank, with the ranks that made the call, their lines, and the position of the other ranks.
+        PeerError: if a rank does not take part.
 
-    Communication: one gather of a handshake. None in a world of one. ``number_opened`` does not count it.
+    Communication: one gather of a handshake, which ``number_opened`` does not count. None in a world of one rank.
     """
     if process_groups.world_size() == 1:
         return
     channel = Channel.of(None, "handshakes")
     text, digest = Agreement(call.operation).of_call(must_match)
-    line = call.line[:_LINE_CHARACTERS].encode()  # a payload, as ranks may make one call on different lines
+    line = call.line[:_LINE_CHARACTERS].encode()  # sent as payload, because ranks may make one call on different lines
     pending = PendingHandshake(CALL, text, digest, line, channel, handshake_bytes=None, origin=NAMED)
     pending.finish()
     channel.opened -= 1
@@ -174,7 +174,7 @@ def start(
     handshake_bytes: int | None = None,
     of_user: bool = False,
 ) -> PendingHandshake:
-    """Start what ``all_gather`` does: the message leaves now, and ``finish`` waits for the others'."""
+    """Start the exchange of ``all_gather``: the message is sent now, and ``finish`` waits for the messages of the peers."""
     agreement = Agreement(what) if isinstance(what, str) else what
     if is_capturing():
         operation = agreement.operation
@@ -196,21 +196,21 @@ def start(
     )
 
 
-# ---------------------------------------------------------------------- a handshake on its way
+# ---------------------------------------------------------------------- a pending handshake
 
 
 class Channel:
-    """The size of the next handshake on one of our groups, which all its ranks derive from those that they have seen.
+    """The size of the next handshake on an internal group, which all ranks derive from the handshakes that they have received.
 
     Attributes:
-        group: One of our groups.
-        groups: All of our groups over the same ranks.
+        group: One of the internal groups.
+        groups: All internal groups over the same ranks.
         is_of_losses: Whether it carries the handshakes of losses and layers, over all ranks of the world.
         handshake_bytes: The size of the next handshake.
-        pending: The one that was sent and not received yet.
+        pending: The handshake that was sent and not received yet.
         opened: Number of handshakes of losses and layers so far. It is equal on all ranks while they agree.
         sent: Number of all handshakes so far.
-        meetings: Losses of the ranks that have met in them.
+        meetings: Combinations of loss instances that the ranks have called together.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: process_groups.ProcessGroups) -> None:
@@ -225,43 +225,43 @@ class Channel:
 
     @classmethod
     def of(cls, group: Group, name: ChannelName) -> Channel:
-        """Return the channel of a user's group by this name."""
+        """Return the channel with this name over the ranks of a user's group."""
         internal_groups = process_groups.internal_groups(group)
         known: Channel | None = internal_groups.notes.get((cls, name))
         if known is not None:
             return known
         if not internal_groups.has(name):
-            all_gather_between_steps(f"the group of {name}", {}, group=group)  # all ranks come to make it
+            all_gather_between_steps(f"the group of {name}", {}, group=group)  # all ranks must create it together
         carrier = internal_groups.get(name)
-        # where two names share a group, they share its handshakes
+        # two names that share a group also share its handshakes
         channel: Channel = internal_groups.notes.setdefault((cls, carrier), cls(carrier, internal_groups))
         internal_groups.notes[cls, name] = channel
         return channel
 
     def observe(self, message_bytes: int) -> None:
-        """Take note of the longest message that a rank has just sent: sizes go up at once, and down after a window of shorter ones."""
+        """Record the longest message of a handshake: sizes grow immediately and shrink after a window of shorter messages."""
         self._seen += 1
         self._longest = max(self._longest, min(message_bytes, self._largest))
         if self._longest > self.handshake_bytes or self._seen == _WINDOW:
-            # in eighths of a power of two, so that payloads of about one size do not change it
+            # round up to eighths of a power of two, so that payloads of similar size do not change it
             step = max(HANDSHAKE_BYTES, 1 << self._longest.bit_length() >> 3)
             self.handshake_bytes = -(-self._longest // step) * step
             self._seen, self._longest = 0, 0
 
 
 class PendingHandshake:
-    """One rank's message on its way to all others. What opens another on the same channel in between receives this one first.
+    """One rank's message in transit to all others. An operation that opens another handshake on the channel receives this one first.
 
     Args:
         kind: ``CALL`` or ``FAILURE``.
-        text: Operation and values that must match, a line each.
+        text: Operation and values that must match, one per line.
         digest: A hash of the text.
         payload: This rank's own bytes.
         channel: Channel that carries it.
-        handshake_bytes: Its size. None: the channel's.
-        timeout: Time to wait for a handshake that is still pending on the channel. None: the group's.
+        handshake_bytes: Size of the handshake. If None, the channel's size.
+        timeout: Time to wait for a handshake that is still pending on the channel. If None, the group's timeout.
         origin: ``OURS``, ``OF_USER`` or ``NAMED``.
-        instance: Identity of the calling loss. None: there is one of its kind.
+        instance: Identity of the calling loss. None if the operation does not belong to one of several instances.
     """
 
     def __init__(
@@ -277,25 +277,25 @@ class PendingHandshake:
         origin: int = OURS,
         instance: Instance | None = None,
     ) -> None:
-        if instance is not None and instance.label:  # which is in the text
+        if instance is not None and instance.label:  # the text contains the label
             instance = None
         self._text, self._payload, self._channel, self._instance = text, payload, channel, instance
         self._origin = origin
         self._received: ReceivedMessages | None = None
-        self._error: DDPLossError | None = None  # who asks again gets the same one
-        # 1. the peers' messages in the handshake before say how long this one is
+        self._error: DDPLossError | None = None  # raised again by each further call of `finish`
+        # 1. the peers' messages in the previous handshake determine the size of this one
         if channel.pending is not None and kind == CALL:
-            channel.pending.finish()  # ranks that disagreed in it do not go on
+            channel.pending.finish()  # ranks that disagreed in it stop with the error
         elif channel.pending is not None:
             channel.pending.receive(timeout)
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
-        # 2. the header, the payload if it fits, zeros up to the agreed size
+        # 2. the header, the payload if it fits, and zeros up to the agreed size
         message = Header.pack(kind, text, digest, len(payload), origin, instance)
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
-        # 3. all of them to all ranks
+        # 3. send the message to all ranks
         own = bytearray(message.ljust(self._size, b"\0"))
         self._messages, self._work = start_gather(torch.frombuffer(own, dtype=torch.uint8), group=channel.group)
         channel.pending = self
@@ -304,7 +304,7 @@ class PendingHandshake:
         self.number = channel.sent
 
     def is_completed(self) -> bool:
-        """Return whether ``finish`` would not wait. (It may wait for a payload that did not fit.)"""
+        """Return whether ``finish`` would return without waiting, except for a payload that did not fit."""
         return self._work.is_completed()
 
     def finish(self) -> list[bytes]:
@@ -328,7 +328,7 @@ class PendingHandshake:
         """Wait for the peers' messages.
 
         Args:
-            timeout: Time to wait. None: the group's.
+            timeout: Time to wait. If None, the group's timeout.
         """
         if self._channel.pending is not self:
             return
@@ -347,7 +347,7 @@ class PendingHandshake:
         except DDPLossError as error:
             self._error = error
             raise
-        except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
+        except RuntimeError as error:  # raised by gloo for a timeout or a closed connection
             self._error = self._missing_peers(error)
             raise self._error from error
         finally:
@@ -356,7 +356,7 @@ class PendingHandshake:
 
     @property
     def call(self) -> ProgramCall:
-        """The operation, with the user's line if it is a call of the program."""
+        """The operation, with the user's source line if it is a call of the program."""
         operation = self._text.decode(errors="replace").partition("\n")[0]
         line = self._payload.decode(errors="replace") if self._origin == NAMED else ""
         return ProgramCall(operation, line)
@@ -380,26 +380,26 @@ class PendingHandshake:
         )
 
     def _receive_rest(self, headers: list[Header], timeout: timedelta | None) -> list[Header]:
-        """Return the headers with the parts of messages that did not fit. Communication: up to two gathers."""
+        """Return the headers completed by the parts of messages that did not fit. Communication: up to two gathers."""
         if any(header.version != VERSION for header in headers):  # the layout is unknown
             return headers
         refuse_long_payloads(headers)
-        # 1. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
+        # 1. every rank has received the lengths of the complete messages, and derives the size of the next handshake from them
         if self._has_channel_size:
             self._channel.observe(max(header.message_bytes for header in headers))
-        # 2. the payloads that did not fit. Ranks that disagree come to this gather all the same
+        # 2. the payloads that did not fit. Ranks that disagree also take part in this gather
         missing = [header.payload_bytes if header.message_bytes > self._size else 0 for header in headers]
         if any(missing):
             rest = self._gather_rest(b"" if self._is_inline else self._payload, missing, timeout)
             headers = [h._replace(payload=late or h.payload) for h, late in zip(headers, rest, strict=True)]
-        # 3. the whole texts, if ranks disagree and the sent parts may not show about what
+        # 3. the complete texts, if ranks disagree and the parts sent so far may not contain the difference
         if hides_mismatch(headers):
             texts = self._gather_rest(self._text, [header.text_bytes for header in headers], timeout)
             headers = [header._replace(text=text) for header, text in zip(headers, texts, strict=True)]
         return headers
 
     def _gather_rest(self, own: bytes, sizes: Sequence[int], timeout: timedelta | None) -> list[bytes]:
-        """Gather so many bytes of each rank. Communication: one gather of the longest."""
+        """Gather the given number of bytes from each rank. Communication: one gather of the longest."""
         part = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         everyone, work = start_gather(part, group=self._channel.group)
         wait(work, timeout)
@@ -407,7 +407,7 @@ class PendingHandshake:
 
 
 class _OwnHandshake(PendingHandshake):
-    """The handshake of a world of one, which is complete."""
+    """The handshake in a world of one rank, which is complete immediately."""
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload
@@ -419,7 +419,7 @@ class _OwnHandshake(PendingHandshake):
         return [self._payload]
 
 
-# ---------------------------------------------------------------------- what fails on one rank
+# ---------------------------------------------------------------------- errors on a single rank
 
 
 def raise_on_all_ranks(
@@ -430,31 +430,32 @@ def raise_on_all_ranks(
     timeout: timedelta = PEER_TIMEOUT,
     handshake_bytes: int | None = None,
 ) -> NoReturn:
-    """Raise ``error`` on every rank: here, and at the next handshake of each peer.
+    """Raise ``error`` on every rank: immediately on this rank, and at the next handshake of each peer.
 
     Args:
         error: Error of this rank. If the peers have received it already, no message is sent.
         where: Place in the user's words (``training_step``).
         group: Process group. None is the world.
-        timeout: Time to wait for peers that do not come.
+        timeout: Time to wait for peers that do not take part.
         handshake_bytes: Size of the peers' next ``all_gather``.
 
     Raises:
-        DDPLossError: the same text on all ranks. A foreign error is raised as it is on its own rank and as ``PeerError``
-            on the others.
+        DDPLossError: the same text on all ranks. An error of another class is raised unchanged on its own rank and as ``PeerError``
+            on the other ranks.
 
     Communication:
-        One handshake (and a second gather for a long text), met by the peers' next one. This rank gives up after ``timeout``.
+        One handshake (and a second gather for a long text), matched by the peers' next handshake. This rank stops waiting after
+        ``timeout``.
     """
     if process_groups.world_size(group) == 1 or getattr(error, "collective", False):
         raise error
-    # no failure: peers may not need this forward again, and then do not come
+    # not a failure: peers may not recompute this forward, and then do not take part in a handshake
     if compat.stops_recomputation(error):
         raise error
     note_on(error, collective=True)
     report = failure_report(error, where)
     try:
-        channel = Channel.of(group, "handshakes")  # peers that do not come do not make it either
+        channel = Channel.of(group, "handshakes")  # creating it also fails if peers do not take part
         mark_reported(error, channel.group)
         text, digest = Agreement(where).of_call({})
         pending = PendingHandshake(
@@ -463,19 +464,19 @@ def raise_on_all_ranks(
         pending.receive(timeout)
         headers = pending.headers()
         channel.groups.failures += 1
-    except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
+    except RuntimeError:  # the peers have exited or do not respond: this rank's own error is the one to raise
         note_on(error, is_unheard=True)
         raise error from None
     if not isinstance(error, DDPLossError):
         raise error
     told = mismatch_error(headers)
-    told.reported_in = error.reported_in  # type: ignore[attr-defined]  # who knows of the one knows of the other
+    told.reported_in = error.reported_in  # type: ignore[attr-defined]  # groups that received one error received both
     raise told from error
 
 
 @contextlib.contextmanager
 def raising_on_all_ranks(where: str, *, group: Group = None, handshake_bytes: int | None = None) -> Iterator[None]:
-    """Raise an error that one rank has inside the block on every rank (``raise_on_all_ranks``). One that all ranks raise passes through."""
+    """Raise an error of one rank inside the block on every rank (``raise_on_all_ranks``). An error raised by all ranks passes through."""
     try:
         yield
     except Exception as error:
@@ -483,13 +484,14 @@ def raising_on_all_ranks(where: str, *, group: Group = None, handshake_bytes: in
 
 
 def notify_subgroups(error: Exception, where: str) -> bool:
-    """Let the next handshake of each part of the world that this rank belongs to be an error, with this one as the reason.
+    """Turn the next handshake of each part of the world that contains this rank into an error, with this error as the reason.
 
-    Parts that know of it are left out, so that each member of a part comes to one such handshake, wherever it learnt of the error: one
-    without its members stays in the group. A rank that destroys the group would wait for it until the group's time-out.
+    Parts that have already received the error are skipped, so that each member of a part sends exactly one such handshake, regardless of
+    how it received the error. A handshake without the other members would remain pending in the group, and a rank that destroys the group
+    would wait for it until the group's timeout.
 
     Returns:
-        Whether there are parts: then an error that a part raised together is news to the rest of the world.
+        Whether there are parts. If so, the remaining ranks of the world have not received an error that was raised within one part.
 
     Communication: one handshake for each part, not awaited.
     """
@@ -500,51 +502,51 @@ def notify_subgroups(error: Exception, where: str) -> bool:
         if was_reported_in(subgroup, error):
             continue
         mark_reported(error, subgroup)
-        with contextlib.suppress(RuntimeError):  # its members may be gone
+        with contextlib.suppress(RuntimeError):  # its members may have exited
             start(text, {}, group=subgroup)
     return bool(subgroups)
 
 
 def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
-    """Raise ``error`` on every rank: here, and at the next handshake of each peer, in the world or in a part of it.
+    """Raise ``error`` on every rank: immediately on this rank, and at each peer's next handshake in the world or in a part of it.
 
     Raises:
         DDPLossError: as ``raise_on_all_ranks``. A peer that received it in a part names the part.
 
-    Communication: one handshake of the world, one for each part.
+    Communication: one handshake of the world, and one for each part.
     """
     has_subgroups = notify_subgroups(error, where)
-    # all ranks have received an error raised in a handshake of the world. An error of a part is new to the others
+    # an error raised in a handshake of the world has reached all ranks. An error of a part has not reached ranks outside the part
     if has_subgroups and not was_reported_in(process_groups.internal_groups().handshakes, error):
         note_on(error, collective=False)
     raise_on_all_ranks(error, where)
 
 
-# ---------------------------------------------------------------------- who knows of an error
+# ---------------------------------------------------------------------- which groups have received an error
 
 
 def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
-    """Return whether the members of one of our groups receive this error in a handshake that this rank has joined."""
+    """Return whether the members of an internal group receive this error in a handshake that this rank has joined."""
     return any(known is group for known in getattr(error, "reported_in", ()))
 
 
 def has_reached_all(error: BaseException) -> bool:
-    """Return whether every rank of the world raises this error, or the one that it has become there."""
+    """Return whether every rank of the world raises this error, or the error derived from it on that rank."""
     if getattr(error, "is_unheard", False):
         return False
     groups = getattr(error, "reported_in", ())
-    if not groups:  # decided by all ranks, or by those that are left after a lost connection
+    if not groups:  # all ranks decided on it, or the ranks that remain after a lost connection
         return getattr(error, "collective", False) and not isinstance(error, PeerError)
     return bool(process_groups.internal_groups().made().intersection(groups))
 
 
 def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
-    """Note that one more group receives an error: a loss over class shards sends it to its part first, then to the replicas."""
+    """Record that one more group receives an error: a loss over class shards sends it first to its part, then to the replicas."""
     note_on(error, reported_in=(*getattr(error, "reported_in", ()), group))
 
 
 def note_on(error: BaseException, **notes: object) -> None:
-    """Set attributes of an error, unless its class forbids that."""
+    """Set attributes on an error, unless its class forbids it."""
     with contextlib.suppress(AttributeError):
         for name, value in notes.items():
             setattr(error, name, value)

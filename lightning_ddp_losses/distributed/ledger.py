@@ -1,12 +1,12 @@
-"""`Ledger`: what several parts of a program tell the other ranks at one place, sent in one handshake.
+"""`Ledger`: what several parts of a program send to the other ranks at one place, in one handshake.
 
-In a synchronising backward ranks compare how often their losses ran. Checks, signals and the gradients of losses have something to
-exchange at the same place. Each of them posts a note: a name and some bytes. The meeting at that place sends all notes of this rank in one
+In a synchronising backward ranks compare how often their losses ran. Checks, signals and the gradients of losses also exchange data at this
+place. Each of them posts a note, which consists of a name and some bytes. The meeting at that place sends all notes of this rank in one
 message, and returns the notes of all ranks. The part that posted a note decides what follows from it.
 
-What a meeting sends follows from what was posted before it, by code that all ranks run, and never from what has arrived. The names of
-the notes are compared like all values that must match, so ranks that post different notes get one error. A meeting takes its notes: if it
-ends in an error on all ranks, no note is left for a later meeting.
+The content of a meeting depends only on what was posted before it, by code that all ranks run, and never on data received from others. The
+names of the notes are compared like all values that must match, so ranks that post different notes raise the same error. A meeting
+consumes its notes: if it ends in an error on all ranks, they are not sent in a later meeting.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightning_ddp_losses.distributed.process_groups import Group
 Notes: TypeAlias = "dict[str, list[bytes]]"
 """The notes of all ranks: by name, in rank order."""
 
-_SIZE = struct.Struct("<I")  # of a note, before it
+_SIZE = struct.Struct("<I")  # size of a note, stored in front of it
 
 
 class Ledger:
-    """The notes of this rank that wait for the next meeting.
+    """The notes of this rank that are pending until the next meeting.
 
     Args:
         group: Process group. None is the world.
-        channel: Our group that carries the meetings.
+        channel: Internal group that carries the meetings.
     """
 
     def __init__(self, group: Group = None, channel: ChannelName = "handshakes") -> None:
@@ -40,7 +40,7 @@ class Ledger:
         self._notes: dict[str, bytes] = {}
 
     def post(self, name: str, note: bytes) -> None:
-        """Send a note in the next meeting. It replaces a note with the same name."""
+        """Add a note to the next meeting, replacing a note with the same name."""
         self._notes[name] = note
 
     def drop(self) -> None:
@@ -48,14 +48,14 @@ class Ledger:
         self._notes = {}
 
     def meet(self, place: str | Agreement, must_match: Mapping[str, object]) -> Notes:
-        """Send what was posted since the last meeting. Return the notes of all ranks.
+        """Send what was posted since the last meeting, and return the notes of all ranks.
 
         Args:
             place: The operation, the same on every rank, or an agreement about it.
             must_match: Further values that must be equal on every rank, by name.
 
         Raises:
-            RankMismatchError: on every rank, when ranks are at different places, or posted notes of other names.
+            RankMismatchError: on every rank, when ranks are at different places, or posted notes with different names.
 
         Communication: one handshake (``handshake.all_gather``).
         """
@@ -68,12 +68,12 @@ class Ledger:
 
 
 def sized(part: bytes) -> bytes:
-    """Return a part of a payload with its size before it, so that others may follow."""
+    """Return a part of a payload preceded by its size, so that other parts may follow."""
     return _SIZE.pack(len(part)) + part
 
 
 def read_sized(payload: bytes) -> list[bytes]:
-    """Return the parts that ``sized`` made."""
+    """Split a payload into the parts that ``sized`` produced."""
     parts: list[bytes] = []
     offset = 0
     while offset < len(payload):

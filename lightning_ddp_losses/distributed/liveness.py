@@ -1,17 +1,18 @@
-"""The ranks of a run watch each other through a store: who has failed, who stands still, who is gone.
+"""Liveness of the ranks of a run, tracked through a store: which ranks failed, stalled or exited.
 
-gloo and NCCL report that a connection was closed or that time is over, not by which rank. A store of torch.distributed knows more:
+gloo and NCCL report a closed connection or a timeout, but not which rank caused it. A store of torch.distributed provides that
+information:
 
-* `Watch`: one run. A rank that fails writes its error there. A thread on each rank looks there twice a second. The main thread gets the
-  error as a `PeerError` when it comes by one of our hooks, or when its collective breaks. A main thread that stands in another
-  collective cannot be woken: after a short grace its process shows where it stands and ends. The same thread reports a rank that makes no
-  progress.
-* `World`: the processes of a world that our strategy has started (host, process id, start time). At an incident every rank that is left
-  looks for ended processes on its host, writes that it is here, and reads the entries of the others. It names
+* `Watch`: one run. A rank that fails writes its error to the store, which a thread on each rank reads twice a second. The main thread
+  raises the error as a `PeerError` at the next of our hooks, or when its collective fails. A main thread blocked in another
+  collective cannot be interrupted: after a short grace period its process prints where it is blocked and exits. The same thread reports a
+  rank that does not make progress.
+* `World`: the processes of a world that our strategy has started (host, process id, start time). At an incident every remaining rank
+  looks for ended processes on its host, records that it is alive, and reads the entries of the other ranks. The error names
 
   1. a failed rank that reported its error,
-  2. a rank with an ended process, as a rank of the same host has seen,
-  3. else the ranks that are silent for some seconds: they stand still, or their host is out of reach.
+  2. a rank whose process has ended, as observed by a rank on the same host,
+  3. otherwise the ranks that are silent for some seconds: they are stalled, or their host is unreachable.
 
 Legend: ``W`` ranks.
 """
@@ -39,21 +40,21 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.user_line import ProgramCall, call_on_stack
 from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error, listed
 
-SILENCE_SECONDS = 3.0  # after which a rank without an entry is called silent
-GRACE_SECONDS = 5.0  # how long a rank may go on after another one has failed, before its process ends
-STORE_GRACE_SECONDS = 60.0  # and after the store has gone: rank 0 may have come to its end, and this rank be about to
+SILENCE_SECONDS = 3.0  # after this time a rank without an entry is reported as silent
+GRACE_SECONDS = 5.0  # how long a rank may continue after another rank has failed, before its process ends
+STORE_GRACE_SECONDS = 60.0  # the same after the store is lost: rank 0 may have finished, and this rank may follow
 TEARDOWN_SECONDS = 600.0  # how long a rank whose run is over may take to save and clean up, before its process ends
 RECEIPT_SECONDS = 3.0  # how long a failed rank waits until its peers have read its error
-_HEARD_SECONDS = 2.0  # how long rank 0, whose process may hold the store, waits after any end
+_HEARD_SECONDS = 2.0  # how long rank 0, whose process may hold the store, waits after the end of a run for any reason
 _POLL_SECONDS = 0.05
 _LISTEN_SECONDS = 0.5
 _ALL_HERE = "all ranks say that they are here"
 _PREFIX = "lightning_ddp_losses/liveness"
-_FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
+_FILE_CLOCK_SECONDS = 1.0  # file timestamps use a coarser clock
 _log = logging.getLogger(__name__)
 
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
-# errors that come from a peer which has gone, or did not come
+# errors caused by a peer that exited or did not take part
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|socket|timed out|timeout|process group", re.IGNORECASE
 )
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 
 class ReportedFailure(NamedTuple):
-    """The end of a rank's run, as the rank reported it.
+    """A rank's report that its run has ended.
 
     Attributes:
         rank: The rank.
@@ -81,30 +82,30 @@ class Waiting(Protocol):
     """A handshake in which a main thread waits.
 
     Attributes:
-        number: Its number among those that this rank has sent.
+        number: Its number in the sequence of handshakes that this rank has sent.
     """
 
     number: int
 
     @property
     def call(self) -> ProgramCall:
-        """The operation, with the user's line if it is a call of the program."""
+        """The operation, with the user's source line if it is a call of the program."""
 
 
 class Watch:
-    """Reports this rank's failure to its peers, and theirs to this rank, for one run.
+    """Reports this rank's failure to its peers, and their failures to this rank, for one run.
 
     Args:
-        store: Store of the run, with keys that no other run uses.
+        store: Store of the run, with keys that are not used by another run.
         rank: Rank of this process.
         world_size: W.
 
     Attributes:
         store: The same.
-        waits_in: Handshake of the losses in which the main thread waits. None: it does not.
+        waits_in: Handshake of the losses in which the main thread waits, or None if it does not wait.
         rank: The same.
         world_size: The same.
-        stall_seconds: A rank is reported if its main thread stays at one place for longer. None: no rank is.
+        stall_seconds: A rank is reported if its main thread stays at one place for longer. If None, no rank is reported.
         is_over: True once it has been stopped.
     """
 
@@ -112,7 +113,7 @@ class Watch:
         self.store = store
         self.stall_seconds: float | None = None
         self.waits_in: Waiting | None = None
-        self._waited_in: Waiting | None = None  # when the listening thread looked before
+        self._waited_in: Waiting | None = None  # value of `waits_in` at the listening thread's previous iteration
         self._main_thread = threading.get_ident()
         self.rank, self.world_size = rank, world_size
         self._place, self._reported_stall = ("start", time.monotonic()), ("", 0.0)
@@ -124,11 +125,11 @@ class Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has come to its end on this rank."""
+        """Whether the run has ended on this rank."""
         return self._over.is_set()
 
     def enter(self, place: str) -> None:
-        """Note the place of the main thread.
+        """Record the place of the main thread.
 
         Raises:
             PeerError: when another rank has failed.
@@ -137,7 +138,7 @@ class Watch:
         self.check_peers()
 
     def check_peers(self) -> None:
-        """Stop the main thread, which may be waiting, when another rank has failed.
+        """Raise an error in the main thread, which may be waiting, when another rank has failed.
 
         Raises:
             PeerError: when another rank has failed.
@@ -146,10 +147,10 @@ class Watch:
             raise PeerError(str(self._peer_failure), collective=True)
 
     def report_failure(self, exception: BaseException) -> PeerError | None:
-        """Report that this rank ends with an exception, unless a peer ended first or all ranks raise the same.
+        """Report that this rank ends with an exception, unless a peer failed first or all ranks raise the same exception.
 
         Returns:
-            The failure of the peer that took this rank along, to be raised in place of the exception.
+            The failure of the peer that caused this rank's exception, to be raised in its place.
         """
         if not isinstance(exception, Exception):
             return None
@@ -168,10 +169,10 @@ class Watch:
 
         Args:
             text: Type and message of the error.
-            is_own: True for a failure of this rank, which the others name. False for that of a peer.
+            is_own: True for a failure of this rank, which its peers then name. False for a failure of a peer.
             patience: Seconds to wait until all ranks have read it.
         """
-        if self.rank == 0:  # the store may go with this process
+        if self.rank == 0:  # the store may be lost when this process ends
             patience = max(patience, _HEARD_SECONDS)
         within(patience + SILENCE_SECONDS, lambda: self._report(text, is_own, patience))
 
@@ -180,7 +181,7 @@ class Watch:
         self.store.set(f"heard/{self.rank}", "")
         is_first = False
         for key in ("failure", "over") if is_own else ("over",):
-            if self.store.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
+            if self.store.add(f"{key}/count", 1) == 1:  # only the first rank to fail is named
                 self.store.set(key, json.dumps(ReportedFailure(self.rank, self._place[0], text[:4000])))
                 is_first = True
         end, heard = time.monotonic() + patience, [f"heard/{rank}" for rank in range(self.world_size)]
@@ -188,11 +189,11 @@ class Watch:
             time.sleep(_POLL_SECONDS)
 
     def clean_up(self) -> None:
-        """Leave this rank ``TEARDOWN_SECONDS`` to clean up after an error. Then its process ends, unless ``stop`` comes before."""
+        """Allow this rank ``TEARDOWN_SECONDS`` to clean up after an error. Its process ends after that unless ``stop`` is called."""
         self._over.set()
 
     def stop(self) -> None:
-        """Stop watching: this rank's run and its clean-up are over."""
+        """Stop watching: this rank's run and its cleanup are over."""
         self._ended.set()
         self._over.set()
 
@@ -210,7 +211,7 @@ class Watch:
                 self.store.set(f"heard/{self.rank}", "")
                 self.store.set(f"place/{self.rank}", self._place[0])
                 grace, reason = GRACE_SECONDS, str(self._peer_failure or over)
-            except Exception:  # rank 0, or its agent, has gone, and the store with it
+            except Exception:  # rank 0 or its agent has exited, and the store is lost
                 grace, reason = STORE_GRACE_SECONDS, "the store of the world has gone, with rank 0 or its agent"
             if not self._over.wait(grace):
                 self._end_process(reason)
@@ -218,38 +219,38 @@ class Watch:
             self._end_process(f"the run is over, and this rank has not cleaned up for {TEARDOWN_SECONDS:g} s")
 
     def read(self, key: str) -> ReportedFailure | None:
-        """Return the first ``failure``, or the first end (``over``) with or without one. None if there is none yet."""
+        """Return the first report under ``failure`` (a rank failed) or ``over`` (a run ended for any reason), or None if there is none."""
         return ReportedFailure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def place_of(self, rank: int) -> str:
-        """Return where a rank's main thread was when its listening thread learned of an end or saw a stall. Empty if that is unknown."""
+        """Return where a rank's main thread was when its listening thread noticed an end or a stall, or an empty text if unknown."""
         key = f"place/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _read_failure(self) -> None:
-        """Learn of a peer's failure, and acknowledge it."""
+        """Read a peer's failure and acknowledge it."""
         failure = self._peer_failure or self.read("failure")
         if failure is not None and failure.rank != self.rank:
-            # the failed rank goes on at once, and may close its connections: the reason for that is known before
+            # store the reason first: after the acknowledgement the failed rank continues and may close its connections
             self._peer_failure = failure
             self.store.set(f"heard/{self.rank}", "")
 
     def _end_process(self, reason: str) -> None:
-        """End a process if its main thread stands somewhere although the run is over, and show where."""
+        """End the process if its main thread is blocked although the run is over, and print where it is blocked."""
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=2, all_threads=True)
         print(f"rank {self.rank} stops, after it waited as shown above: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _publish_wait(self) -> None:
-        """Publish the handshake in which this rank waits for longer."""
+        """Publish the handshake in which this rank waits, if it is the same as in the previous iteration."""
         waits_in, before = self.waits_in, self._waited_in
         self._waited_in = waits_in
         if waits_in is not None and waits_in is before:
             self.store.set(f"wait/{self.rank}", json.dumps([waits_in.number, *waits_in.call]))
 
     def waits_of_peers(self, after: int) -> dict[int, ProgramCall]:
-        """Return by rank the handshakes in which peers wait, among those after so many that this rank has sent.
+        """Return, by rank, the handshakes in which peers wait and which this rank has not sent yet.
 
         Args:
             after: Number of handshakes of losses that this rank has sent.
@@ -264,7 +265,7 @@ class Watch:
         return waits
 
     def _report_stall(self) -> None:
-        """Publish where this rank stands still. Rank 0 logs where all ranks are, once for each stall."""
+        """Publish where this rank is stalled. Rank 0 logs the places of all ranks, once for each stall."""
         place, since = self._place
         seconds = time.monotonic() - since
         if self.stall_seconds is None or seconds < self.stall_seconds / 2 or place == "end":
@@ -290,8 +291,8 @@ class ProcessInfo(NamedTuple):
     Attributes:
         host: Name of its host.
         machine: Identity of the machine, or of a container with separate processes.
-        pid: Id of the process, there.
-        started: Start time in the kernel's units. A later process of the same id has another one.
+        pid: Id of the process on that machine.
+        started: Start time in the kernel's units, which distinguishes it from a later process with the same id.
     """
 
     host: str
@@ -301,11 +302,11 @@ class ProcessInfo(NamedTuple):
 
     @classmethod
     def own(cls) -> ProcessInfo:
-        """Return this process's."""
+        """Return the information for this process."""
         return cls(socket.gethostname(), _machine(), os.getpid(), _state_of(os.getpid())[1])
 
     def has_ended(self) -> bool:
-        """Return whether the process, which must be of this machine, has ended."""
+        """Return whether the process, which must belong to this machine, has ended."""
         state, started = _state_of(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
@@ -319,8 +320,8 @@ class World:
         processes: Process of each rank.
 
     Attributes:
-        group: Default process group that is this world.
-        watch: Watch of the run that goes on.
+        group: Default process group of this world.
+        watch: Watch of the current run.
     """
 
     def __init__(self, store: Store, rank: int, processes: Sequence[ProcessInfo]) -> None:
@@ -334,7 +335,7 @@ class World:
         return Watch(PrefixStore(f"run/{self._runs}", self._store), self.rank, len(self._processes))
 
     def new_run(self) -> None:
-        """Watch the run that begins. It does not see failures of a former run. Every rank calls this."""
+        """Start watching a new run, without the failures of former runs. Collective: every rank must call this."""
         if self.watch.is_over:
             self.watch.stop()
             self._runs += 1
@@ -343,7 +344,7 @@ class World:
     # ------------------------------------------------------------------ at an incident
 
     def explain(self) -> str:
-        """Return which ranks are gone or silent, and why if that is known. Waits some seconds for the others, once."""
+        """Return which ranks exited or are silent, and why if known. Waits a few seconds for the other ranks on the first call."""
         if self._explanation is None:
             self._explanation = within(2 * SILENCE_SECONDS, self._explain) or self._store_lost()
         return self._explanation
@@ -357,9 +358,9 @@ class World:
         neighbours = [r for r, p in enumerate(self._processes) if p.machine == own_machine and r != self.rank]
         end, silent, is_store_lost = time.monotonic() + SILENCE_SECONDS, list(ranks), False
         while True:
-            # 1. processes of this machine that have ended
+            # 1. ended processes of this machine
             ended = [rank for rank in neighbours if self._processes[rank].has_ended()]
-            # 2. the same of other machines, as their ranks have seen
+            # 2. ended processes of other machines, as reported by ranks on those machines
             try:
                 for key in (f"here/{self.rank}", *(f"ended/{rank}" for rank in ended)):
                     store.set(key, "")
@@ -367,7 +368,7 @@ class World:
                 if failure is not None and failure.rank != self.rank:
                     return f"rank {failure.rank} ({self._place(failure.rank)}) has failed:\n{failure.text}"
                 silent = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-                # a rank that was here had lost its peers as this rank has, and may have come to its end since
+                # a rank that was alive had lost its peers like this rank, and may have ended in the meantime
                 ended = [rank for rank in silent if rank in ended or store.check([f"ended/{rank}"])]
             except RuntimeError:
                 is_store_lost = True
@@ -376,7 +377,7 @@ class World:
             if time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)
-        # 3. no process is known to have ended
+        # 3. no ended process was found
         if is_store_lost:
             return self._store_lost()
         if silent:
@@ -392,9 +393,9 @@ class World:
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return the answer of a store. None after some seconds, or if it fails: the store may have gone with the rank that holds it.
+    """Return the result of a call to a store, or None if it fails or takes longer: the rank that holds the store may have exited.
 
-    After a cable was pulled, a question to the store has no end: the lost connection is not reported (torch 2.13).
+    If a network cable was pulled, such a call never returns, because the lost connection is not reported (torch 2.13).
     """
     answers: list[T] = []
 
@@ -416,11 +417,11 @@ def _has_or_have(ranks: list[int]) -> str:
 
 _world: World | None = None
 current_watch: Watch | None = None
-"""Watch of the fit whose checks run in this process. None: there is none."""
+"""Watch of the fit whose checks run in this process. None if there is no such fit."""
 
 
 def begin_world(store: Store, rank: int, processes: Sequence[ProcessInfo]) -> None:
-    """Watch the processes of a world that has just been started, over keys of its own. Every rank calls this."""
+    """Start watching the processes of a world that was just started, under separate keys. Collective: every rank must call this."""
     global _world  # noqa: PLW0603 - one default process group per process
     _world = World(store, rank, processes)
 
@@ -431,7 +432,7 @@ def has_begun() -> bool:
 
 
 def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
-    """Return the watch of the run that begins, in any world. None in a world of one, or if torch does not show its store.
+    """Return the watch of the new run, in any world. None in a world of one rank, or if torch does not expose its store.
 
     Args:
         rank: Rank of this process.
@@ -452,31 +453,31 @@ def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
 
 
 def _own_store(rank: int) -> Store | None:
-    """Return a part of the default store that only this run uses. None if torch does not show it."""
+    """Return a part of the default store that only this run uses, or None if torch does not expose the default store."""
     store = compat.default_store()
     if store is None:
         return None
     base = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
-    # a wait of the main thread must not block the watching one. That on a file does not, and torch removes the file of a living world
-    # when forked processes (workers of a DataLoader) drop what they have inherited of clones
+    # a wait of the main thread must not block the watching thread. A wait on a FileStore does not, and torch removes the file of a live
+    # world when forked processes (workers of a DataLoader) release inherited clones
     with contextlib.suppress(Exception):
         store = store if isinstance(base, dist.FileStore) else store.clone()  # type: ignore[attr-defined]
-    # counted in the store, which lives as long as the group: the id of an object can come back, and not on every rank
+    # counted in the store, which has the lifetime of the group: the id of an object may be reused, and not on every rank
     run = store.add(f"{_PREFIX}/runs_of_rank/{rank}", 1)
     return PrefixStore(f"{_PREFIX}/own/{run}", store)
 
 
 def stop() -> None:
-    """Forget the world: it has ended."""
+    """Clear the world after it has ended."""
     global _world  # noqa: PLW0603 - as above
     end_run()
     _world = None
 
 
 def report(error: BaseException) -> None:
-    """Report to the peers that this rank's run is over, and why. This rank cleans up from here on, until ``end_run``."""
+    """Report to the peers that this rank's run is over, and why. From now until ``end_run`` this rank cleans up."""
     if _world is not None:
         is_own = not isinstance(error, PeerError) and not getattr(error, "collective", False)
         _world.watch.report(f"{type(error).__name__}: {error}", is_own=is_own)
@@ -484,13 +485,13 @@ def report(error: BaseException) -> None:
 
 
 def end_run() -> None:
-    """Stop watching: the run has come to its end."""
+    """Stop watching: the run has ended."""
     if _world is not None:
         _world.watch.stop()
 
 
 def release(watch: Watch) -> None:
-    """Stop a watch of ``watch_run``, unless it is that of a world which our strategy has started: it stops it after its teardown."""
+    """Stop a watch returned by ``watch_run``, unless it belongs to a world that our strategy has started and stops after its teardown."""
     global current_watch  # noqa: PLW0603 - as above
     current_watch = None
     if _world is None or watch is not _world.watch:
@@ -498,16 +499,16 @@ def release(watch: Watch) -> None:
 
 
 def new_run() -> None:
-    """Watch the run that begins. Every rank calls this."""
+    """Start watching a new run. Collective: every rank must call this."""
     if _world is not None:
         _world.new_run()
 
 
 def raise_lost_peer(error: Exception, where: str) -> None:
-    """Raise an error of a lost connection as one that names the rank that is gone, if that is known.
+    """Raise an error of a lost connection as one that names the rank that exited, if known.
 
     Raises:
-        PeerError: naming it, from the library's own error.
+        PeerError: naming that rank, chained to the library's own error.
     """
     lost = lost_peer_error(error, where)
     if lost is not None:
@@ -515,9 +516,9 @@ def raise_lost_peer(error: Exception, where: str) -> None:
 
 
 def lost_peer_error(error: BaseException, where: str) -> PeerError | None:
-    """Return an error of a lost connection as one that says which ranks are gone or silent.
+    """Return an error of a lost connection as one that names the ranks that exited or are silent.
 
-    None for another error, and in a world that our strategy has not started.
+    Returns None for any other error, and in a world that our strategy has not started.
     """
     is_lost = isinstance(error, RuntimeError) and not isinstance(error, DDPLossError)
     if _world is None or not is_lost or not _CONNECTION.search(str(error)):
@@ -526,7 +527,7 @@ def lost_peer_error(error: BaseException, where: str) -> PeerError | None:
     lines = str(error).splitlines() or [""]
     recorded = flight_record(_world.rank, since=_world.began)
     more = "" if recorded is None else f" torch's Flight Recorder says what was under way: {recorded}."
-    if who == _ALL_HERE:  # then no peer is the cause
+    if who == _ALL_HERE:  # no peer is the cause
         return PeerError(
             f"{lines[0][:200]} (rank {_world.rank}, in {where}; {who})",
             fix="No rank is gone. Where all ranks show this error, it is the cause itself. Otherwise ranks did different things: a branch "
@@ -540,12 +541,12 @@ def lost_peer_error(error: BaseException, where: str) -> PeerError | None:
         expected="an answer of every rank",
         got=f"{who} ({lines[0][:200]})",
         fix=f"Look at the output of that rank, and at what its machine says of it (dmesg, the scheduler).{more}",
-        collective=True,  # the other ranks that are left raise the same
+        collective=True,  # the remaining ranks raise the same error
     )
 
 
 def flight_record(rank: int, *, since: float) -> str | None:
-    """Return the file of torch's Flight Recorder with the collectives under way. None if there is no such file.
+    """Return the file of torch's Flight Recorder with the collectives in progress, or None if the file does not exist.
 
     Args:
         rank: Rank that wrote it.
@@ -571,9 +572,9 @@ def _machine() -> str:
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """Return a process's state and when it started. Both are empty if it has ended."""
+    """Return a process's state and start time, both empty if it has ended."""
     try:
-        # the name, in brackets, may hold anything
+        # the name in parentheses may contain any characters
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except OSError:

@@ -1,17 +1,17 @@
-"""Messages between ranks: the header of a handshake, the one error for headers that disagree, and values that are read safely.
+"""Messages between ranks: the header of a handshake, the common error for headers that disagree, and safe deserialisation of values.
 
-Every rank reads the same headers, so every rank makes the same error of them. The header of a rank that failed carries its report.
+Every rank reads the same headers and therefore derives the same error from them. The header of a rank that failed carries its report.
 
-A header also says which of several losses of one kind a rank calls: a rank that calls them in another order would compare one with
-another. A loss that a strategy finds is known by its path, and one that the user names by that name: both are equal on all ranks, and
-travel as text. Others are numbered per kind as they are made. If all ranks made as many, the numbers that meet must be equal. If some
-rank made one more for itself, its numbers are higher from there on. Then pairs of numbers that meet must keep one order: no two of them
-cross, and none is met by two.
+A header also identifies which of several losses of one kind a rank calls: without this, a rank that calls them in another order would
+compare different losses with each other. A loss found by a strategy is identified by its path, and a loss named by the user by that name:
+both are equal on all ranks and are sent as text. All other losses are numbered per kind in order of construction. If all ranks have
+constructed the same number, matched numbers must be equal. If a rank has constructed an additional loss, its numbers are higher from that
+point on. In that case matched pairs of numbers must preserve the order: no two pairs may cross, and no number may be matched twice.
 
-Values of other processes are read without running their content. ``torch.load`` with ``weights_only`` knows tensors, plain values and
-containers. numpy's arrays and numbers, and named tuples and dataclasses of modules that this process has imported, are made too: they hold
-values and run no code. Any other class is refused. (A pickle may run anything when it is read.) Trusted classes are named on every rank,
-with ``torch.serialization.add_safe_globals([Class])``.
+Values from other processes are read without executing their content. ``torch.load`` with ``weights_only`` accepts tensors, plain values
+and containers. In addition, numpy arrays and numbers are allowed, and named tuples and dataclasses from modules that this process has
+already imported: they hold values and do not run code. Any other class is rejected. (A pickle may execute anything when it is loaded.)
+Trusted classes must be registered on every rank with ``torch.serialization.add_safe_globals([Class])``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from lightning_ddp_losses.errors import (
 
 VERSION = 2
 CALL, FAILURE = 0, 1
-"""Kinds: a rank that calls an operation, and one that failed by itself."""
+"""Kinds of header: a rank that calls an operation, and a rank that failed on its own."""
 
 OURS, OF_USER, NAMED = 0, 0x5AFE, 0x11E
-"""Origin of a payload. A payload of the user's program may have any length. ``NAMED``: it is the line of a call of the program."""
+"""Origin of a payload. ``OF_USER``: from the user's program, of any length. ``NAMED``: the source line of a call of the program."""
 
 TEXT_BYTES = 448
-"""Largest part of the text that is sent with the header. Ranks that disagree gather the rest."""
+"""Largest part of the text that is sent with the header. Ranks that disagree gather the remainder."""
 
 LARGEST_PAYLOAD = 64 << 20
-"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
+"""Largest payload or text in bytes that a header may announce, so that a broken peer cannot make all ranks allocate more."""
 
 DIGEST_BYTES = 16
 _WIRE = struct.Struct(f"<BBHIIII{DIGEST_BYTES}s")
@@ -67,29 +67,29 @@ _FIXES = {
     "autocast": "Run the same code under autocast on all ranks.",
     "gradients": "Run the same code under no_grad on all ranks.",
 }
-"""What to do about a value that differs, by its name."""
+"""Advice for a value that differs, by the name of the value."""
 
-_SHOWN_CHARACTERS = 200  # of a long value in a message
-_SHOWN_BEFORE = 80  # of those, before the place where the ranks' values part
+_SHOWN_CHARACTERS = 200  # limit for a long value in a message
+_SHOWN_BEFORE = 80  # number of those characters that precede the first difference between the ranks' values
 
 
-# ---------------------------------------------------------------------- which loss
+# ---------------------------------------------------------------------- identity of a loss
 
-_KEPT = 64  # meetings of one kind that are remembered: losses may be made in each step
+_KEPT = 64  # limit for stored meetings of one kind, because losses may be constructed in each step
 
 _made: Counter[str] = Counter()
 
 
 class Instance:
-    """Identity of a loss, miner or metric among others of its kind. A copy, or an unpickled one, has another identity.
+    """Identity of a loss, miner or metric among others of its kind. A copied or unpickled object has a different identity.
 
     Args:
         kind: Name of the kind in messages.
-        name: Name that the user gave. None: there is none.
+        name: Name that the user gave, or None.
 
     Attributes:
-        path: Its place in the module that a strategy trains. Empty: unknown.
-        number: Number of those made on this rank before it.
+        path: Path of the object in the module that a strategy trains. Empty if unknown.
+        number: Number of objects of this kind that were constructed on this rank before it.
     """
 
     def __init__(self, kind: str, name: str | None = None) -> None:
@@ -99,11 +99,11 @@ class Instance:
 
     @property
     def label(self) -> str:
-        """The name or path. Empty if the number identifies it."""
+        """The name or path. Empty if the object is identified by its number."""
         return self.name or self.path
 
     def numbers(self) -> tuple[int, int]:
-        """Return its number, and how many of the kind this rank has made: what travels of one without a label."""
+        """Return its number and how many of its kind this rank has constructed, which a header contains if there is no label."""
         return self.number, _made[self.kind]
 
     def __str__(self) -> str:
@@ -114,23 +114,23 @@ class Instance:
 
 
 def with_name(operation: str, name: str | None) -> str:
-    """Return an operation with the name that the user gave this call of it. None: there is none."""
+    """Return an operation with the name that the user gave this call of it. If None, the operation is returned unchanged."""
     return operation if name is None else f"{operation} `{name}`"
 
 
 class Meetings:
-    """Remembers which instances of the ranks have met, as all ranks have seen it."""
+    """Records which instances of the ranks have been called together, identically on all ranks."""
 
     def __init__(self) -> None:
         self._met: dict[str, dict[tuple[int, ...], None]] = {}
 
     def fit(self, kind: str, numbers: Sequence[int], made: Sequence[int]) -> bool:
-        """Note a meeting. Return whether it may be one of the same instance on all ranks.
+        """Record a meeting and return whether it may be one of the same instance on all ranks.
 
         Args:
             kind: Kind of the instances.
             numbers: Number of the instance, by rank.
-            made: Number of instances of the kind, by rank.
+            made: Number of constructed instances of the kind, by rank.
         """
         met = self._met.setdefault(kind, {})
         pair = tuple(numbers)
@@ -147,11 +147,11 @@ class Meetings:
         return True
 
 
-# ---------------------------------------------------------------------- what ranks agree on
+# ---------------------------------------------------------------------- agreements between ranks
 
 
 class Agreement:
-    """An operation and the values that must be equal on all ranks, as a text with its hash. Made once, it serves many calls.
+    """An operation and the values that must be equal on all ranks, as a text with its hash. One object serves many calls.
 
     Args:
         operation: The operation, the same on every rank.
@@ -159,7 +159,7 @@ class Agreement:
 
     Attributes:
         operation: The operation.
-        text: The operation and the values, a line each.
+        text: The operation and the values, one per line.
     """
 
     def __init__(self, operation: str, must_match: Mapping[str, object] | None = None) -> None:
@@ -172,7 +172,7 @@ class Agreement:
         self._digest = self._hash.digest()
 
     def of_call(self, must_match: Mapping[str, object]) -> tuple[bytes, bytes]:
-        """Return the text with the values of one call added, and its digest."""
+        """Return the text extended by the values of one call, and its digest."""
         added = ""
         for name, value in must_match.items():
             text = str(value)
@@ -191,19 +191,19 @@ class Agreement:
 
 
 class Header(NamedTuple):
-    """The message of a rank: header, text (its first ``TEXT_BYTES``), then the payload if it fits. What did not fit comes later.
+    """The message of a rank: header, text (its first ``TEXT_BYTES``), then the payload if it fits. The remainder is sent later.
 
     Attributes:
         version: The version of the format.
         kind: ``CALL`` or ``FAILURE``.
-        origin: ``OURS`` or ``OF_USER``.
+        origin: ``OURS``, ``OF_USER`` or ``NAMED``.
         text_bytes: Length of the whole text.
         payload_bytes: Length of the payload.
         number: Number of the calling loss among several of one kind (``Instance.numbers``).
-        made: Number of losses of that kind which the rank has made. 0: the text names the loss, or there is none.
+        made: Number of losses of that kind which the rank has constructed. 0 if the text names the loss or the operation has no loss.
         digest: A hash of the whole text.
-        text: Operation and values that must match, a line each. A failure has its place here.
-        payload: Data of the rank. A failure has its report here.
+        text: Operation and values that must match, one per line. For a failure, its place.
+        payload: Data of the rank. For a failure, its report.
     """
 
     version: int
@@ -233,7 +233,7 @@ class Header(NamedTuple):
 
     @classmethod
     def read(cls, message: memoryview) -> Header:
-        """Read the message of a rank, as far as it was sent. Of another version only the header is known."""
+        """Parse the part of a rank's message that was sent. For another version, only the header is parsed."""
         header = cls(*_WIRE.unpack_from(message))
         if header.version != VERSION:
             return header
@@ -243,7 +243,7 @@ class Header(NamedTuple):
 
     @property
     def payload_start(self) -> int:
-        """The place of the payload in the message."""
+        """The offset of the payload in the message."""
         return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
 
     @property
@@ -258,17 +258,17 @@ class Header(NamedTuple):
 
 
 class ReceivedMessages:
-    """The messages of all ranks. Their headers are compared as bytes: a thousand ranks take little longer than two.
+    """The messages of all ranks. Their headers are compared as bytes, so that a thousand ranks take little longer than two.
 
     Args:
-        table: (W, n) uint8 of numpy, the messages as they were sent.
+        table: (W, n) numpy array of uint8, the messages as sent.
 
     Attributes:
         longest: Bytes of the longest message, if all of them have the same text.
         are_one_call: Whether all ranks call the same operation with the same values.
-        are_in_full: Whether they do, and no part of a message is still to come.
+        are_in_full: Whether they do, and every message was received completely.
         numbers: Number of the calling loss, by rank.
-        made: How many losses of its kind were made, by rank.
+        made: Number of constructed losses of its kind, by rank.
     """
 
     def __init__(self, table: Any) -> None:
@@ -277,21 +277,21 @@ class ReceivedMessages:
         head = heads[:HEADER_BYTES]
         first = Header(*_WIRE.unpack(head))
         self._table, self._payload_start = table, first.payload_start
-        # 1. what all headers say, usually the same
+        # 1. the contents of all headers, which are usually the same
         self._payload_bytes: list[int] | None = None  # by rank, if they differ
         self.numbers, self.made = [first.number] * world_size, [first.made] * world_size
         agree, longest = True, first.payload_bytes
         if heads != head * world_size:
             agree, self._payload_bytes, self.numbers, self.made = _read_columns(table)
             longest = max(self._payload_bytes)
-        # 2. whether that is one call
+        # 2. whether they belong to one call
         self.longest = self._payload_start + longest
         self.are_one_call = agree and first.kind == CALL and first.version == VERSION
         self.are_in_full = self.are_one_call and self.longest <= min(message_bytes, LARGEST_PAYLOAD)
         self._completed: list[Header] | None = None
 
     def complete_(self, headers: list[Header]) -> None:
-        """Take over the headers with the parts of messages that came later."""
+        """Replace the headers by those that include the parts of messages that were sent later."""
         self._completed = headers
         kinds = {(header.kind, header.version, header.digest) for header in headers}
         self.are_one_call = len(kinds) == 1 and headers[0].kind == CALL
@@ -304,21 +304,21 @@ class ReceivedMessages:
         if size == 0:
             return [b""] * len(self._table)
         columns = self._table[:, self._payload_start : self.longest].copy()
-        # numpy makes a list of bytes of a whole column at once
+        # numpy converts a whole column to a list of bytes in one call
         padded: list[bytes] = columns.view(f"V{size}")[:, 0].tolist()
         if self._payload_bytes is None:
             return padded
         return [payload[:length] for payload, length in zip(padded, self._payload_bytes, strict=True)]
 
     def headers(self) -> list[Header]:
-        """Return each header, as far as its message was received."""
+        """Return the headers with the parts of the messages received so far."""
         if self._completed is not None:
             return self._completed
         return [Header.read(memoryview(message)) for message in self._table]
 
 
 def _read_columns(table: Any) -> tuple[bool, list[int], list[int], list[int]]:
-    """Return whether headers agree in what may not differ by rank, and by rank: length of the payload, number, number made."""
+    """Return whether headers agree where ranks may not differ, and by rank: payload length, number, number constructed."""
     words = table[:, :HEADER_BYTES].copy().view("<u4")
     payload_bytes, numbers, made = words[:, _OF_RANK].T.tolist()
     words[:, _OF_RANK] = 0
@@ -328,9 +328,9 @@ def _read_columns(table: Any) -> tuple[bool, list[int], list[int], list[int]]:
 
 
 def hides_mismatch(headers: Sequence[Header]) -> bool:
-    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
+    """Return whether ranks disagree about one operation and the difference may be in the unsent remainder of a text.
 
-    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
+    A rank at another place of the program may have exited and would not send its whole text, so it is not requested in that case.
     """
     if len({header.digest for header in headers}) == 1:
         return False
@@ -340,7 +340,7 @@ def hides_mismatch(headers: Sequence[Header]) -> bool:
 
 
 def refuse_long_payloads(headers: Sequence[Header]) -> None:
-    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
+    """Reject headers that announce more than ``LARGEST_PAYLOAD``, before memory is allocated for the payloads.
 
     Raises:
         PeerError: on every rank that reads these headers, naming the ranks that sent them.
@@ -364,7 +364,7 @@ def refuse_long_payloads(headers: Sequence[Header]) -> None:
 
 
 def failure_report(error: Exception, where: str) -> bytes:
-    """Return the report that peers get: the class and parts of one of our errors, or its text, and the place."""
+    """Return the report that is sent to peers: the class and parts of one of our errors, or the text of another, and the place."""
     report: dict[str, Any] = {"class": "", "where": where, "text": f"{type(error).__name__}: {error}"}
     if isinstance(error, DDPLossError):
         report |= {"class": type(error).__name__, "text": str(error)}
@@ -376,7 +376,7 @@ def failure_report(error: Exception, where: str) -> bytes:
 
 
 class _Report(NamedTuple):
-    """A failure as a peer reads it."""
+    """A failure as received by a peer."""
 
     class_name: str
     where: str
@@ -387,14 +387,14 @@ class _Report(NamedTuple):
     def read(cls, payload: bytes) -> _Report:
         found = json.loads(payload)
         parts = found.get("parts", {})
-        if "ranks" in parts:  # JSON's keys are texts
+        if "ranks" in parts:  # the keys of a JSON object are strings
             parts["ranks"] = {int(rank): entry for rank, entry in parts["ranks"].items()}
         text = found["text"] if "text" in found else format_error(**parts)
         return cls(found["class"], found["where"], text, parts)
 
 
 def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
-    """Return the one error, the same on every rank, that headers which do not agree amount to."""
+    """Return the error, equal on every rank, that describes how headers disagree."""
     versions = [header.version for header in headers]
     if len(set(versions)) > 1:
         return RankMismatchError(
@@ -413,7 +413,7 @@ def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
 
 
 def other_instances_error(headers: Sequence[Header]) -> RankMismatchError:
-    """Return the error for ranks that called one operation, of different losses."""
+    """Return the error for ranks that called the same operation on different losses."""
     return RankMismatchError(
         f"{headers[0].lines[0]}: which of several on a rank",
         expected="the same one on every rank",
@@ -425,7 +425,7 @@ def other_instances_error(headers: Sequence[Header]) -> RankMismatchError:
 
 
 def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:
-    """Return the error for failures of one rank or several."""
+    """Return the error for failures of one or several ranks."""
     texts = {report.text for report in reports.values()}
     places = ", ".join(sorted({report.where for report in reports.values()}))
     first = next(iter(reports.values()))
@@ -442,7 +442,7 @@ def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError
 
 
 def _missed_call(operations: Sequence[str], headers: Sequence[Header]) -> RankMismatchError:
-    """Return the error for a named call that some ranks make, while others are at another place of the program."""
+    """Return the error for a named call that only some ranks make, while others are at another place of the program."""
     ranks_of: dict[str, list[str]] = {}
     advice: dict[str, None] = {}
     entries = []
@@ -467,7 +467,7 @@ def _missed_call(operations: Sequence[str], headers: Sequence[Header]) -> RankMi
 
 
 def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
-    """Return the error for ranks that called different things: other operations, or one with other values."""
+    """Return the error for ranks that made different calls: different operations, or one operation with different values."""
     operations = [lines[0] for lines in texts]
     if len(set(operations)) > 1:
         return RankMismatchError(
@@ -478,7 +478,7 @@ def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
             collective=True,
         )
     values = [dict(line.split("=", 1) for line in lines[1:] if "=" in line) for lines in texts]
-    all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
+    all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in order of appearance
     by_name = {name: [own.get(name) for own in values] for name in all_names}
     shown = {name: _around_difference(of_ranks) for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1}
     entries = []
@@ -499,7 +499,7 @@ def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
 
 
 def _around_difference(values: Sequence[str | None]) -> list[str | None]:
-    """Return the values of the ranks, long ones from a little before the place where they part."""
+    """Return the values of the ranks, with long ones cut to a window that starts shortly before their first difference."""
     columns = zip(*(value or "" for value in values), strict=False)
     equal = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     start = max(0, equal - _SHOWN_BEFORE)
@@ -512,16 +512,16 @@ def _one_line(lines: list[str]) -> str:
     return f"{operation} ({', '.join(rest)})" if rest else operation
 
 
-# ---------------------------------------------------------------------- values that are read without running their content
+# ---------------------------------------------------------------------- deserialisation without running code
 
 
 _READABLE = "tensors, arrays and plain values in dicts, lists, tuples, named tuples and dataclasses"
 _NUMPY_PARTS = re.compile(r"numpy\.(ndarray|dtype|_?core\.multiarray\.(_reconstruct|scalar))")
-"""Names in a pickle of a numpy array or number. They fill memory with bytes, and run no code."""
+"""Names in a pickle of a numpy array or number. They fill memory with bytes and do not run code."""
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: tensors, arrays, plain values, containers of such."""
+    """Return a value as bytes: tensors, arrays, plain values, and containers of these."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -531,7 +531,7 @@ def unpack(payload: bytes) -> Any:
     """Return the value that ``pack`` was given.
 
     Raises:
-        pickle.UnpicklingError: for a class that could do something when it is made.
+        pickle.UnpicklingError: for a class whose construction could run code.
     """
     allowed = _numpy_dtypes()
     for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload)):
@@ -543,19 +543,19 @@ def unpack(payload: bytes) -> Any:
 
 
 def pack_readable(value: Any, what: str) -> bytes:
-    """Return a value of the user's program as bytes that every rank will read.
+    """Return a value of the user's program as bytes that every rank will accept.
 
     Args:
         value: The value.
         what: Name of the value in the message.
 
     Raises:
-        InputError: naming what in it the other ranks would refuse, or what cannot be sent.
+        InputError: naming the part that the other ranks would reject or that cannot be sent.
     """
     try:
         payload = pack(value)
         unpack(payload)
-    except Exception as error:  # any error of a class that is pickled
+    except Exception as error:  # a class that is pickled may raise any error
         raise InputError(
             what,
             expected=f"{_READABLE}, which other ranks read without running anything",
@@ -570,7 +570,7 @@ def unpack_from(payload: bytes, what: str, rank: int) -> Any:
     """Return the value that ``pack_readable`` was given on another rank.
 
     Raises:
-        PeerError: for a payload that could run something, or is damaged. It is not run.
+        PeerError: for a payload that could run code, or is damaged. Its content is not run.
     """
     try:
         return unpack(payload)
@@ -584,7 +584,7 @@ def unpack_from(payload: bytes, what: str, rank: int) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return the class that ``torch.load`` refused, from its error, without its advice. For another error return its first line."""
+    """Return the class that ``torch.load`` rejected, without torch's advice. For any other error return its first line."""
     text = str(error)
     refused = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text)
     if refused is not None:
@@ -594,18 +594,18 @@ def _reason(error: Exception) -> str:
 
 
 def _numpy_dtypes() -> list[Any]:
-    """Return the classes of numpy's dtypes. A pickle fills their instances. None if numpy is not loaded."""
+    """Return the classes of numpy's dtypes, whose instances a pickle fills. The list is empty if numpy is not loaded."""
     dtypes = getattr(sys.modules.get("numpy"), "dtypes", None)
     return [cls for cls in vars(dtypes).values() if isinstance(cls, type)] if dtypes is not None else []
 
 
 def _imported(name: str) -> Any:
-    """Return the object of this name in a module that is imported already. None if there is no such thing."""
+    """Return the object with this qualified name from an already imported module, or None if it does not exist."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
 def _is_record(cls: Any) -> bool:
-    """Return whether this is a class of named values: making one runs no code of the sender."""
+    """Return whether this is a class of named values, whose construction does not run code of the sender."""
     is_named_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
     return is_named_tuple or (isinstance(cls, type) and dataclasses.is_dataclass(cls))

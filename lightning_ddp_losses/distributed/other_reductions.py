@@ -1,8 +1,9 @@
-"""Modules of this process whose gradients may end as something else than a mean over ranks.
+"""Modules of this process whose gradients may be reduced to something other than a mean over ranks.
 
-A value over all ranks is made for a mean. A strategy and an accumulation window contain the model, and make up for another reduction. A
-``global_mean`` in another loop has no way to the model: under ``fully_shard`` its node is not reliably in the graph. So the calls that
-choose another reduction are noted, and a value that would need a guess is refused. So are losses and metrics, in the same loops.
+A value over all ranks is computed for a mean. A strategy and an accumulation window contain the model, and compensate for another
+reduction. A ``global_mean`` in another loop cannot find the model: under ``fully_shard`` its node is not reliably in the graph. Therefore
+calls that choose another reduction are recorded, and a value that would require a guess is rejected. The same applies to losses and metrics
+in such loops.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _SETTERS = (
     (DistributedDataParallel, "register_comm_hook"),
 )
 noted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules for which a reduction was chosen. Most programs have none."""
+"""Modules for which a reduction was chosen. Empty in most programs."""
 
 
 def watch_setters() -> None:
-    """Note the modules whose reduction is chosen from now on, and those that a program has made before its import. Call it once."""
+    """Record modules whose reduction is chosen from now on, and modules that were created before this import. Call it once."""
     for cls, name in _SETTERS:
         compat.note_calls(cls, name, noted.add)
     if process_groups.is_distributed():
@@ -35,10 +36,10 @@ def watch_setters() -> None:
 
 
 def other_reduction() -> str:
-    """Return the reductions that are no mean, of the modules that live in this process. Empty without one."""
+    """Return the reductions other than a mean of the live modules in this process, or an empty text."""
     if not _others():
         return ""
-    gc.collect()  # modules are parts of circles, and outlive their last use
+    gc.collect()  # modules are parts of reference cycles, and outlive their last use
     return ", ".join(sorted(_others()))
 
 
@@ -47,7 +48,7 @@ def _others() -> set[str]:
 
 
 def _described(module: nn.Module) -> str:
-    """Return the reduction of one module. Empty for a mean."""
+    """Return the reduction of one module, or an empty text for a mean."""
     if isinstance(module, DistributedDataParallel):
         hook = next(iter(compat.foreign_comm_hooks(module)), None)
         return "" if hook is None else f"comm hook {hook} of DistributedDataParallel"

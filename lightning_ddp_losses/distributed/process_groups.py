@@ -1,20 +1,20 @@
-"""The only place that asks torch.distributed for ranks, and the owner of our process groups.
+"""The only module that queries torch.distributed for ranks, and the owner of the package's process groups.
 
-Ours never meet the model's collectives: a user's group (or the world) gets its own groups. That of handshakes is made when ranks first
-ask for it, each other one where it is first used: after a handshake, which all ranks have reached. Without
-torch.distributed the world is one process of rank 0.
+Our collectives are kept apart from the model's: each user group (or the world) gets separate internal groups. The group for handshakes is
+created on the first call, and each further group on its first use, which follows a handshake that all ranks have reached. Without
+torch.distributed the world is a single process of rank 0.
 
-What lies on an accelerator travels on the user's own group. Kernels of two communicators of NCCL that two ranks launch in another order
-wait for each other for ever. Those of one communicator run in the order of their launches. That order is one on all ranks: forward and
-the reductions after backward launch from the user's thread, each after a handshake that all ranks have
-reached. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
-which leave in the order of the graph. Both orders follow from the forward that the ranks have agreed on.
+Tensors on an accelerator are sent on the user's own group. If two ranks launch kernels of two NCCL communicators in different orders, the
+kernels wait for each other forever. Kernels of one communicator run in launch order, and that order is the same on all ranks: forward
+and the reductions after backward launch from the user's thread, each after a handshake that all ranks have reached. Backward launches from
+autograd's device thread, both DDP's buckets, which are sent in a fixed order, and our exchanges, which follow the order of the graph. Both
+orders follow from the forward that the ranks have agreed on.
 
-gloo connects each rank of a group with every other one when the group is made, so a group is W - 1 open files per rank next to the world's
-own, and a handshake is one exchange between all of them. Fewer than one group of handshakes, as ranks per node + nodes would be, could be
-had with a tree of groups only, where a message of each handshake passes several ranks one after the other. The groups cannot be fewer than
-their uses: a rank that failed sends its error in a handshake while its peers stand in a payload or a check, and sizes that differ in one
-group end the process. ``ulimit -n`` must allow for:
+gloo connects each rank of a group with every other rank when the group is created. A group therefore opens W - 1 files per rank in
+addition to the world's, and a handshake is one exchange among all ranks. A handshake group with fewer connections (ranks per node +
+nodes) would require a tree of groups, in which each message passes through several ranks in sequence. The number of groups cannot be
+smaller than the number of their uses: a rank that failed sends its error in a handshake while its peers wait in a payload or a check, and
+mismatched sizes within one group end the process. ``ulimit -n`` must allow for:
 
 | our open files per rank | groups | W = 64 | W = 1024 |
 |---|---|---|---|
@@ -24,9 +24,9 @@ group end the process. ``ulimit -n`` must allow for:
 | CPU, payloads of any size | and host, and gradients if losses have some | 189 | 3,069 |
 | CPU, with ``DDPChecks`` | and checks | 252 | 4,092 |
 
-Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out. A group made by its members alone is named by how
-many groups each of them knows, so members of parts that overlap may never meet. gloo's threads can abort an interpreter that ends
-before they do.
+Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's timeout. The name of a group that only its members create is
+derived from the number of groups that each member already has, so members of overlapping parts may never find each other. gloo's
+threads can abort an interpreter that exits before they do.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 
 class WithProcessGroup:
-    """Lets a module over a process group, ``_group``, be copied: the copy is over the same group, which cannot be copied itself."""
+    """Make a module that holds a process group, ``_group``, copyable: the copy shares the group, which cannot be copied."""
 
     def set_group(self, group: Group, kind: str, name: str | None) -> None:
-        """Set the ranks of the module, and its identity among others of its kind there (``Instance``)."""
+        """Set the module's process group and its identity (``Instance``) among modules of the same kind in that group."""
         self._group, self._instance = group, Instance(kind, name)
 
     def create_internal_groups(self) -> None:
-        """Make our groups over the module's ranks now and not at first use. Communication: as ``internal_groups``."""
+        """Create the internal groups over the module's ranks now instead of on first use. Communication: as ``internal_groups``."""
         internal_groups(self._group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -73,20 +73,20 @@ class WithProcessGroup:
 
 
 class ProcessGroups:
-    """Our groups over the ranks of one user group.
+    """The internal groups over the ranks of one user group.
 
     Args:
-        handshakes: Carries handshakes.
-        device: User's group, if it carries tensors on an accelerator. None: ``host`` carries them.
+        handshakes: Group for handshakes.
+        device: User's group, if it carries tensors on an accelerator. If None, ``host`` carries them.
         ranks: The global ranks of the members, in group order.
-        new: Makes one more group, or returns the one that serves for everything. Communication: every member comes.
+        new: Creates a further group, or returns the one that serves all purposes. Communication: every member must call it.
 
     Attributes:
-        handshakes: gloo on the CPU, for metadata on the host: every collective of losses, metrics and the strategy opens here.
+        handshakes: gloo group on the CPU for metadata. Every collective of losses, metrics and the strategy begins with a handshake on it.
         ranks: The global ranks of the members, in group order.
-        notes: Values that modules keep as long as these groups live, each under a separate key.
-        failures: Number of errors that all members have received in a handshake. What a rank noted before is not compared after it, as
-            the failed call has taken the notes of some ranks only.
+        notes: Values that modules store for the lifetime of these groups, each under a separate key.
+        failures: Number of errors that all members have received in a handshake. Notes made before an error are not compared after it,
+            because the failed call consumed the notes of only some ranks.
     """
 
     def __init__(
@@ -100,49 +100,49 @@ class ProcessGroups:
         self.notes: dict[Any, Any] = {}
         self.failures = 0
         self._device, self._new = device, new
-        # the world of our strategy has been asked when it started
+        # a world started by our strategy has been checked at its start
         is_asked = device is None or liveness.has_begun()
         self._may_share_devices = not is_asked and "nccl" in str(dist.get_backend(device))
         self._made: dict[str, dist.ProcessGroup] = {"handshakes": handshakes}
 
     @property
     def device(self) -> dist.ProcessGroup:
-        """The user's own group, for tensors on an accelerator. ``host`` if that is gloo."""
+        """The user's own group, for tensors on an accelerator. ``host`` if the user's group is gloo."""
         return self._device or self.get("host")
 
     @property
     def are_devices_staged(self) -> bool:
-        """Whether tensors on an accelerator travel through host memory, because gloo carries them. No group is made for the answer."""
+        """Whether tensors on an accelerator are sent through host memory because gloo carries them. This creates no group."""
         return self._device is None or dist.get_backend(self._device) == dist.Backend.GLOO
 
     def get(self, name: str) -> dist.ProcessGroup:
-        """Return one of them by name: a group of gloo, made at first use.
+        """Return the gloo group with this name, creating it on first use.
 
-        ``host`` carries tensors on the CPU that follow a handshake, ``gradients`` the losses' gradients on the CPU alone, which may travel
-        while others run, and ``checks`` the checks alone, which so never meet a loss.
+        ``host`` carries tensors on the CPU that follow a handshake. ``gradients`` carries only the losses' gradients on the CPU, which may
+        be sent while other collectives run. ``checks`` carries only the checks, so that they cannot be matched with a loss.
 
-        Communication: at first use a rendezvous of all members through the store. Users of a group follow a handshake.
+        Communication: a rendezvous of all members through the store on first use. A group is used after a handshake.
         """
         if name not in self._made:
             self._made[name] = self._new()
         return self._made[name]
 
     def has(self, name: str) -> bool:
-        """Return whether this one has been made."""
+        """Return whether the group with this name has been created."""
         return name in self._made
 
     def made(self) -> set[dist.ProcessGroup]:
-        """Return those that there are."""
+        """Return the groups created so far."""
         return set(self._made.values())
 
     def warm_up(self, device: torch.device) -> None:
-        """Let all members meet on the group that carries tensors of this device, before some of them send messages to each other.
+        """Initialise the group that carries tensors of this device on all members, before some of them exchange messages.
 
-        A group is made by all of its members, and NCCL wants every rank of a group in the group's first call, even if that is a batch
-        of messages. A rank without rows sends none.
+        All members must create a group together, and NCCL requires every rank of a group in the group's first call, even if that call is
+        a batch of point-to-point messages. A rank without rows does not send any.
 
-        Communication: at first use the making of the group, and on an accelerator one all-reduce of one element. Every member must
-            take part.
+        Communication: creation of the group on first use, and one all-reduce of one element on an accelerator. Every member must take
+            part.
         """
         key = "warm", device
         if device.type == "cpu":
@@ -156,9 +156,9 @@ class ProcessGroups:
         """Return the group that carries ``tensor``.
 
         Raises:
-            ConfigurationError: on every rank, at the first tensor on an accelerator, for two ranks of NCCL on one device.
+            ConfigurationError: on every rank, at the first tensor on an accelerator, if two NCCL ranks share a device.
 
-        Communication: at that tensor one gather of small objects on the host.
+        Communication: one gather of small objects on the host, at the first tensor on an accelerator.
         """
         if tensor.device.type == "cpu":
             return self.get("host")
@@ -168,14 +168,14 @@ class ProcessGroups:
         return self.device
 
 
-STUCK_SECONDS = 10.0  # of a device whose run has failed, after which its communicators are aborted
+STUCK_SECONDS = 10.0  # time for a device to complete its work after a failed run, before its communicators are aborted
 _VALUE_BYTES = 1024
 _NAMES = ("handshakes", "host", "gradients", "checks")
 _groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
 _groups_by_group: dict[Group, ProcessGroups] = {}
 _replica_groups: dict[tuple[int, ...], Group] = {}
 _part_groups: dict[tuple[int, ...], Group] = {}
-_world: dist.ProcessGroup | None = None  # the default group that _groups_by_ranks belong to
+_world: dist.ProcessGroup | None = None  # the default group to which _groups_by_ranks belongs
 _timeout: timedelta | None = None
 _close_registered = False
 
@@ -186,15 +186,15 @@ def is_distributed() -> bool:
 
 
 def rank(group: Group = None) -> int:
-    """Return this process's rank in ``group`` (None: the world). 0 without torch.distributed."""
-    world = dist.group.WORLD  # torch's own functions take longer, and a step asks many times
+    """Return this process's rank in ``group``, or in the world if None. Returns 0 without torch.distributed."""
+    world = dist.group.WORLD  # faster than torch's own functions: a step makes many such calls
     if world is None:
         return 0
     return world.rank() if group is None else dist.get_rank(group)
 
 
 def world_size(group: Group = None) -> int:
-    """Return the number of processes in ``group`` (None: the world). 1 without torch.distributed."""
+    """Return the number of processes in ``group``, or in the world if None. Returns 1 without torch.distributed."""
     world = dist.group.WORLD
     if world is None:
         _refuse_foreign_group(group)
@@ -203,12 +203,12 @@ def world_size(group: Group = None) -> int:
 
 
 def is_world(group: Group) -> bool:
-    """Return whether a group is that of all processes."""
+    """Return whether a group is the default group of all processes."""
     return group is None or group is dist.group.WORLD
 
 
 def _refuse_foreign_group(group: Group) -> None:
-    """Refuse a group that ``torch.distributed`` has not made, as torchft's: its ranks are unknown, and its size may change.
+    """Reject a group not created by ``torch.distributed`` (such as torchft's): its ranks are unknown and its size may change.
 
     Raises:
         ConfigurationError: naming its class.
@@ -224,25 +224,25 @@ def _refuse_foreign_group(group: Group) -> None:
 
 
 def members(group: Group = None) -> tuple[int, ...]:
-    """Return the global ranks of the members, in group order. (0,) without torch.distributed."""
+    """Return the global ranks of the members, in group order. Returns (0,) without torch.distributed."""
     if not is_distributed():
         return (0,)
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def set_timeout(timeout: timedelta | None) -> None:
-    """Set how long our groups made from now on wait for a peer (None: torch's own default)."""
+    """Set the timeout of internal groups created from now on. If None, they use the timeout of the user's group."""
     global _timeout  # noqa: PLW0603 - one setting per process, like the groups themselves
     _timeout = timeout
 
 
 def _patience(group: Group = None) -> timedelta | None:
-    """Return how long groups that are made now wait. ``new_group`` does not take it over. None: torch's default stands."""
+    """Return the timeout for groups created now, which ``new_group`` does not inherit. If None, torch's default applies."""
     return _timeout or compat.group_timeout(group or dist.group.WORLD)
 
 
 def subgroup_of_size(size: int) -> Group:
-    """Make and return the group of this rank among: ranks 0 to size - 1, size to 2 size - 1, and so on. Size must divide the world.
+    """Create groups of consecutive ranks (0 to size - 1, size to 2 size - 1, ...) and return this rank's. Size must divide the world.
 
     Communication: a rendezvous of the world for each group. Every rank must take part.
     """
@@ -250,7 +250,7 @@ def subgroup_of_size(size: int) -> Group:
 
 
 def _group_among(parts: Iterable[Sequence[int]]) -> Group:
-    """Make a group of each part of the world, which every rank does. Return this rank's."""
+    """Create a group for each part of the world on every rank, and return the group that contains this rank."""
     mine: Group = None
     with _new_groups(members()):
         for part in parts:
@@ -261,12 +261,12 @@ def _group_among(parts: Iterable[Sequence[int]]) -> Group:
 
 
 def internal_groups(group: Group = None) -> ProcessGroups:
-    """Return our groups over the members of ``group``, which are made at first use.
+    """Return the internal groups over the members of ``group``, creating them on first use.
 
-    Communication: at first use only, a rendezvous through the store, and under NCCL a gather of small objects. Every member must take
-        part. Each other group is made when it is used first. If ``torchrun``'s agent holds the store of a world that our strategy
-        has not started, a roll call through it comes before each (``rendezvous``). A gloo group that is a part of the world serves for
-        everything itself.
+    Communication: on first use only, a rendezvous through the store, and under NCCL a gather of small objects. Every member must take
+        part. Each further group is created when it is first used. If ``torchrun``'s agent holds the store of a world that our strategy
+        has not started, a roll call through the store precedes each creation (``rendezvous``). A gloo group over a part of the world
+        serves all purposes itself.
     """
     global _close_registered  # noqa: PLW0603 - once per process
     if dist.group.WORLD is not _world:
@@ -286,7 +286,7 @@ def internal_groups(group: Group = None) -> ProcessGroups:
 
 
 def failures(group: Group = None) -> int:
-    """Return how many errors all members of a group have received so far. It makes no groups."""
+    """Return how many errors all members of a group have received so far, without creating any groups."""
     if dist.group.WORLD is not _world:
         return 0
     groups = _groups_by_group.get(group)
@@ -294,28 +294,28 @@ def failures(group: Group = None) -> int:
 
 
 def connections(world_size: int) -> int:
-    """Return how many open files of a rank our groups over a world are, where each of them has been used."""
+    """Return the number of open files per rank that the internal groups of a world require once all of them are in use."""
     return len(_NAMES) * (world_size - 1)
 
 
 def replica_group(group: Group) -> Group:
-    """Return the group of the ranks that stand where this one stands in their own part of the world: its replicas.
+    """Return the group of this rank's replicas: the ranks at the same index in each part of the world.
 
     Args:
-        group: This rank's part. None is the world.
+        group: This rank's part. If None, the world.
 
     Returns:
-        Their group, or ``group`` itself if it is the whole world.
+        The replicas' group, or ``group`` itself if it is the whole world.
 
     Raises:
         ConfigurationError: on every rank, when the parts do not divide the world evenly.
 
-    Communication: at first use, one gather of small objects and the making of as many groups as a part has ranks. Every rank of the
-        world takes part.
+    Communication: on first use, one gather of small objects and the creation of as many groups as a part has ranks. Every rank of the
+        world must take part.
     """
     if group is None or len(dist.get_process_group_ranks(group)) == world_size():
         return group
-    _forget_former_world()  # a part of one rank has met nobody before, so nothing else has asked
+    _forget_former_world()  # a part of a single rank has not communicated before, so the former world may not have been cleared
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks not in _replica_groups:
         everyone = [tuple(found) for found in _gather_values(ranks, internal_groups().handshakes)]
@@ -337,26 +337,26 @@ _mesh_ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDi
 
 
 def mesh_ranks(mesh: Any) -> tuple[int, ...]:
-    """Return the ranks of a ``DeviceMesh``. They are remembered: torch computes them at each question, in 130 calls."""
+    """Return the ranks of a ``DeviceMesh``. They are cached, because torch recomputes them in 130 calls each time."""
     if mesh not in _mesh_ranks:
         _mesh_ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
     return _mesh_ranks[mesh]
 
 
 def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None) -> Group:
-    """Return the group of the ranks in this rank's part of a device mesh. None if that is the world.
+    """Return the group of the ranks in this rank's part of a device mesh, or None for the whole world.
 
     Args:
         title: Title of the caller in messages.
         mesh: Dimensions over which rows differ.
         copies: Other dimensions.
-        group: Given by the user in its place.
+        group: Group that the user passed instead of a mesh.
 
     Raises:
-        ConfigurationError: for a mesh without this rank, dimensions that overlap, or a group and a mesh.
+        ConfigurationError: for a mesh without this rank, overlapping dimensions, or both a group and a mesh.
 
-    Communication: for a part of the world over several dimensions, at first use, one gather of small objects and the making of its groups.
-        Every rank of the world takes part.
+    Communication: for a part of the world over several dimensions, one gather of small objects and the creation of its groups on first
+        use. Every rank of the world must take part.
     """
     wrong = ""
     for each in (mesh, copies):
@@ -386,7 +386,7 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
 
 
 def _group_of_part(ranks: tuple[int, ...]) -> Group:
-    """Return the group of ranks. Every rank of the world names its part."""
+    """Return the group with these ranks. Collective: every rank of the world passes its own part."""
     _forget_former_world()
     key = tuple(sorted(ranks))
     if key not in _part_groups:
@@ -396,7 +396,7 @@ def _group_of_part(ranks: tuple[int, ...]) -> Group:
 
 
 def subgroups() -> list[dist.ProcessGroup]:
-    """Return the groups that carry handshakes over the parts of the world that this rank has used so far."""
+    """Return the handshake groups over parts of the world that this rank has used so far."""
     if not is_distributed() or dist.group.WORLD is not _world:
         return []
     return [ours.handshakes for ranks, ours in sorted(_groups_by_ranks.items()) if len(ranks) < world_size()]
@@ -406,13 +406,13 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
     only_gloo = dist.get_backend(group) == "gloo"
     is_world = len(ranks) == dist.get_world_size()
     if only_gloo and not is_world:
-        # the rest of the world is not here to make new groups, and torch names a group made by its members alone by how
-        # many each of them knows: where parts of the world overlap, the names part and the members never meet
+        # ranks outside this part cannot help to create new groups, and torch derives the name of a group created by its members only
+        # from the number of groups on each of them: with overlapping parts the names differ and the members never find each other
         assert group is not None
         user_group = group
         ours = ProcessGroups(group, None, ranks, lambda: user_group)
         for name in _NAMES:
-            ours.get(name)  # nothing is made
+            ours.get(name)  # returns the user's group, so no group is created
         return ours
 
     def new() -> dist.ProcessGroup:
@@ -421,21 +421,21 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
                 None if is_world else list(ranks),
                 timeout=_patience(group),
                 backend="gloo",
-                # members of a part of the world must not wait for the rest of it
+                # members of a part must not wait for ranks outside it
                 use_local_synchronization=not is_world,
             )
         return made
 
     ours = ProcessGroups(new(), None if only_gloo else group or dist.group.WORLD, ranks, new)
     if not is_world:
-        # torch names it by how many groups a rank knows, and later on a member of other parts might know more. A part has no
-        # use for the others
+        # torch derives the group's name from the number of groups on a rank, which could later differ for a member of several parts.
+        # The remaining groups are not used by a part
         ours.get("host")
     return ours
 
 
 def _gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's plain value in rank order. They travel as JSON, since torch's gather of objects unpickles messages of peers."""
+    """Return every rank's plain value in rank order, sent as JSON because torch's gather of objects unpickles messages of peers."""
     num_bytes = _VALUE_BYTES + 8 * world_size()  # a value may list all ranks
     data = torch.frombuffer(bytearray(json.dumps(own).encode().ljust(num_bytes)), dtype=torch.uint8)
     texts = torch.empty(group.size(), num_bytes, dtype=torch.uint8)
@@ -444,14 +444,14 @@ def _gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _refuse_shared_device(handshakes: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuse two ranks of NCCL on one device: NCCL fails on those ranks, and the others wait.
+    """Reject two NCCL ranks on one device: NCCL fails on those ranks while the other ranks wait.
 
     Args:
-        handshakes: Group of gloo.
-        device: Device of this rank's tensors. The current device may be another one.
+        handshakes: gloo group.
+        device: Device of this rank's tensors, which may differ from the current device.
 
     Raises:
-        ConfigurationError: on every rank, naming them.
+        ConfigurationError: on every rank, naming those ranks.
 
     Communication: one gather of small objects on the host.
     """
@@ -463,20 +463,20 @@ def _refuse_shared_device(handshakes: dist.ProcessGroup, device: torch.device) -
 
 @contextlib.contextmanager
 def _new_groups(ranks: Sequence[int]) -> Iterator[None]:
-    """Surround the making of groups by all of these ranks: separate keys, and errors that say what to do."""
+    """Wrap the creation of groups by all of these ranks with separate store keys and actionable errors."""
     with rendezvous.own_keys(rank(), ranks, _patience()), rendezvous.group_errors(rank()):
         yield
 
 
 def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:
-    """Enter a world of processes on this machine that meet through a file: no port, no environment variable.
+    """Initialise a world of processes on this machine through a shared file, without ports or environment variables.
 
     Args:
-        file: A path that all of them can write. It must not exist before.
+        file: A path that all processes can write to. The file must not exist yet.
         rank: Rank of this process.
-        world_size: Number of processes that come.
+        world_size: Number of processes.
         backend: Backend of the world.
-        timeout: Time to wait for a peer, here and in every collective.
+        timeout: Time to wait for a peer, during initialisation and in every collective.
     """
     store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
@@ -484,17 +484,17 @@ def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timede
 
 
 def close(*, world: bool = False) -> None:
-    """Destroy our process groups, and with ``world`` the default group. A second call, or one at exit, is safe.
+    """Destroy the internal process groups, and with ``world`` also the default group. It is safe to call this again or at exit.
 
-    gloo's threads may abort the interpreter if they are still alive when it ends.
+    gloo's threads may abort the interpreter if they are still alive when it exits.
     """
-    global _world  # noqa: PLW0603 - the cache goes with the groups
+    global _world  # noqa: PLW0603 - the cache is cleared together with the groups
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _groups_by_ranks.values():
             if ours.has("host") and ours.get("host") is ours.handshakes:
-                continue  # a gloo group that serves for everything is the user's own
+                continue  # a gloo group that serves all purposes belongs to the user
             for group in ours.made():
-                # a peer that died before us has taken its side of the connection along
+                # if a peer exited first, its side of the connection is already closed
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)
     _forget()
@@ -505,11 +505,11 @@ def close(*, world: bool = False) -> None:
 
 
 def abort_stuck(device: torch.device) -> bool:
-    """Abort the communicators of an accelerator that does not complete its work. Return whether that was so.
+    """Abort the communicators of an accelerator that does not complete its work, and return whether any were aborted.
 
-    A kernel of NCCL waits for a peer that has failed as long as the group's time-out. Until then a copy from the device, ``module.cpu()``
-    and the end of the process wait, too. After an abort those kernels end, and their results are undefined. The groups carry nothing more
-    on the device. Groups of gloo stay.
+    An NCCL kernel waits for a failed peer until the group's timeout. Until then, copies from the device, ``module.cpu()`` and process exit
+    wait as well. After an abort these kernels end with undefined results, and the groups can no longer communicate on the device. gloo
+    groups are not affected.
 
     Args:
         device: Device of this rank.
@@ -529,7 +529,7 @@ def abort_stuck(device: torch.device) -> bool:
 
 
 def _forget_former_world() -> None:
-    """Forget the groups of a world that is no more: torch.distributed was initialised again, and they ended with it."""
+    """Clear the groups of a former world, which ended when torch.distributed was initialised again."""
     global _world  # noqa: PLW0603 - the cache belongs to the process's default group
     if dist.group.WORLD is not _world:
         _forget()

@@ -1,12 +1,13 @@
-"""Plain collectives on tensors of agreed shapes: no graph, no handshake.
+"""Plain collectives on tensors of agreed shapes, without a graph or a handshake.
 
-Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Each picks the group by the tensor's device, and what is
-cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small gather is faster than its small all-reduce. gloo lacks an
-``all_gather`` list of uneven tensors (it can return garbage on one rank while the other aborts) and reductions of int16 and uint64
-(measured with torch 2.13, 2026): rows travel padded and as bytes, halves and small integers are added wide.
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Each function picks the group by the tensor's device, and the
+cheapest implementation on that device: gloo's reduce-scatter moves as much data as an all-reduce, and its small gather is faster than its
+small all-reduce. gloo does not support ``all_gather`` into a list of uneven tensors (it can return garbage on one rank while another
+aborts) or reductions of int16 and uint64 (measured with torch 2.13, 2026). Therefore rows are padded and sent as bytes, and half-precision
+numbers and small integers are added in a wider dtype.
 
-gloo carries an accelerator's tensors in some collectives only. If it is the group's backend (two ranks on one GPU, which NCCL refuses,
-or a device that no backend knows), they travel through host memory (``is_staged``), as they would on the CPU.
+gloo supports accelerator tensors in some collectives only. If it is the group's backend (two ranks on one GPU, which NCCL rejects, or a
+device that no backend supports), they are sent through host memory (``is_staged``), in the same way as tensors on the CPU.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
 NARROW_DTYPES = (None, torch.bfloat16, torch.float16)
-"""Dtypes by the number that a rank sends for a tensor. None: the tensor travels as it is."""
+"""Dtypes by the number that a rank sends for a tensor. None means that the tensor is sent in its own dtype."""
 
 
 class TravellingRows(NamedTuple):
-    """The rows of one tensor on their way between ranks, as bytes. Ranks that have narrower ones send those.
+    """The rows of one tensor in transit between ranks, as bytes. Ranks whose rows have a narrower dtype send that dtype.
 
     Attributes:
         shape: Shape of a row.
         dtypes: Dtype of each rank's rows.
-        dtype: Dtype to which rows are cast when they arrive. None: they are not cast.
+        dtype: Dtype to which rows are cast after they are received. If None, they are not cast.
     """
 
     shape: torch.Size
@@ -45,26 +46,26 @@ class TravellingRows(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all ranks send one dtype."""
+        """Whether all ranks send the same dtype."""
         return len(set(self.dtypes)) == 1
 
     def sizes(self, counts: Sequence[int]) -> list[int]:
-        """Return how many bytes the rows of each rank take."""
+        """Return the size in bytes of the rows of each rank."""
         numbers = self.shape.numel()
         return [rows * numbers * dtype.itemsize for rows, dtype in zip(counts, self.dtypes, strict=True)]
 
     def rows_in(self, message: Tensor, rank: int, rows: int) -> Tensor:
-        """Return so many rows of a rank, a view of their bytes (n,)."""
+        """Return the rows of one rank as a view of their bytes (n,)."""
         return message.view(self.dtypes[rank]).view(rows, *self.shape)
 
     def joined(self, message: Tensor, rows: int) -> Tensor:
-        """Return the rows of all ranks from their bytes (n,), one rank's behind the other's, of one dtype."""
+        """Return the rows of all ranks, of one dtype, from their bytes (n,) concatenated in rank order."""
         # not a view: autograd would refuse to change it in place
         found = self.rows_in(message, 0, rows).detach()
         return found if self.dtype is None else found.to(self.dtype)
 
     def concatenated(self, messages: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks from the bytes (n,) of each."""
+        """Return the rows of all ranks from the separate bytes (n,) of each rank."""
         blocks = [self.rows_in(message, rank, counts[rank]) for rank, message in enumerate(messages)]
         if not self.is_uniform and self.dtype is not None:
             blocks = [block.to(self.dtype) for block in blocks]
@@ -81,7 +82,7 @@ def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
 
     Args:
         work: The collective.
-        timeout: Time to wait. None: the group's.
+        timeout: Time to wait. If None, the group's timeout.
     """
     if timeout is not None:
         work.wait(timeout)
@@ -104,15 +105,15 @@ def _wait_for(work: dist.Work | None, tensor: Tensor) -> None:
 
 
 def awake_seconds() -> float:
-    """Return how long this rank waits awake: 0 if there are more ranks than processors for it."""
+    """Return how long this rank waits actively before blocking. 0 if there are more ranks than processors on the machine."""
     return _AWAKE_SECONDS if has_own_processor(process_groups.world_size()) else 0.0
 
 
-@functools.cache  # each wait asks, and to find out takes 10 microseconds
+@functools.cache  # called by each wait, and takes 10 microseconds
 def has_own_processor(world_size: int) -> bool:
-    """Return whether there is a processor for each rank on this machine. Without torchrun all ranks of the world count."""
+    """Return whether there is a processor for each rank on this machine. Without torchrun all ranks of the world are counted."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # a container or a job may have fewer than the machine
+    # a container or a job may be restricted to fewer processors than the machine has
     affinity = getattr(os, "sched_getaffinity", None)
     processors = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return (int(told) if told.isdecimal() else world_size) <= processors
@@ -121,10 +122,10 @@ def has_own_processor(world_size: int) -> bool:
 # torch 2.13 renames these two and deprecates the old names
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_BROADCAST_BYTES = 64 << 20  # at a time
-# over all ranks: fewer are gathered and added here, which takes less time than gloo's all-reduce
+_BROADCAST_BYTES = 64 << 20  # size of one broadcast
+# total over all ranks up to which tensors are gathered and added locally, which takes less time than gloo's all-reduce
 _GATHER_BYTES = 256 << 10
-_NUMPY_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the usual ones, in one call
+_NUMPY_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the most common ones
 
 
 def group_for(tensor: Tensor, group: Group) -> dist.ProcessGroup:
@@ -133,14 +134,14 @@ def group_for(tensor: Tensor, group: Group) -> dist.ProcessGroup:
 
 
 def travels_on_device(tensor: Tensor, group: Group) -> bool:
-    """Return whether ranks gather this tensor without its host: not on the CPU, nor where gloo carries an accelerator's tensors."""
+    """Return whether ranks gather this tensor without host memory: not on the CPU, and not if gloo carries an accelerator's tensors."""
     if tensor.device.type == "cpu":
         return False
     return not is_staged(tensor, group)
 
 
 def is_staged(tensor: Tensor, group: Group) -> bool:
-    """Return whether this tensor travels through host memory: it is on an accelerator, and gloo carries it to other ranks."""
+    """Return whether this tensor is sent through host memory: it is on an accelerator, and gloo carries it to other ranks."""
     if tensor.device.type == "cpu" or process_groups.world_size(group) == 1:
         return False
     return process_groups.internal_groups(group).are_devices_staged
@@ -152,12 +153,12 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _staged(tensor: Tensor, group: Group) -> Tensor:
-    """Return the tensor that travels: a copy in host memory if gloo carries it for an accelerator, else the tensor itself."""
+    """Return the tensor to send: a copy in host memory if gloo carries it for an accelerator, otherwise the tensor itself."""
     return _on_host(tensor) if is_staged(tensor, group) else tensor
 
 
 def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
-    """Gather (n,) of each rank into ``everyone``, (W * n,) in rank order."""
+    """Gather (n,) from each rank into ``everyone``, (W * n,) in rank order."""
     if group.size() == 1:
         everyone.copy_(own)
         return
@@ -170,7 +171,7 @@ def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
 
 
 def gather_stacked(own: Tensor, group: Group) -> Tensor:
-    """Gather a tensor of one shape on all ranks into (W, ...). Communication: one gather. There is none in a world of one."""
+    """Gather a tensor of one shape on all ranks into (W, ...). Communication: one gather, or none in a world of one rank."""
     world_size = process_groups.world_size(group)
     if world_size == 1:
         return own.unsqueeze(0)
@@ -180,9 +181,9 @@ def gather_stacked(own: Tensor, group: Group) -> Tensor:
 
 
 def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start gathering a few bytes on the CPU: (n,) of each rank -> (W, n) in rank order, once the work is done.
+    """Start gathering a few bytes on the CPU: (n,) from each rank -> (W, n) in rank order, once the work is done.
 
-    As an all-to-all of W copies: gloo's own gather goes round a ring and copies twice, which takes half as long again.
+    This is an all-to-all of W copies: gloo's own gather is a ring and copies twice, which takes half as long again.
     """
     copies = own.expand(group.size(), -1).contiguous()
     everyone = torch.empty_like(copies)
@@ -190,13 +191,13 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
 
 
 def host_memory(tensor: Tensor) -> Any:
-    """Return the memory of a tensor on the CPU as numpy's array, of bytes if numpy lacks the dtype, and a copy if it is not contiguous."""
+    """Return the memory of a CPU tensor as a numpy array, of bytes if numpy lacks the dtype. A non-contiguous tensor is copied."""
     flat = tensor.detach().resolve_neg().contiguous()
     return (flat if flat.dtype in _NUMPY_DTYPES else as_bytes(flat)).numpy()
 
 
 def host_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor on the CPU, row by row, for any strides."""
+    """Return the bytes of a CPU tensor in row-major order, for any strides."""
     if tensor.dtype not in _NUMPY_DTYPES:
         tensor = as_bytes(tensor)
     data: bytes = tensor.numpy(force=True).tobytes()
@@ -204,18 +205,18 @@ def host_bytes(tensor: Tensor) -> bytes:
 
 
 def tensor_of_bytes(parts: Sequence[bytes]) -> Tensor:
-    """Return some bytes, one part behind the other, as a tensor (n,) on the CPU."""
+    """Return the concatenated parts as a CPU tensor (n,) of bytes."""
     data = bytearray().join(parts)
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
-    """Start to replace a tensor by its mean over ranks.
+    """Start replacing a tensor by its mean over ranks.
 
     Returns:
-        A function that waits for it and returns the tensor.
+        A function that waits for the result and returns the tensor.
 
-    Communication: one all-reduce, on a group that no other collective uses, or one gather for few bytes on the CPU.
+    Communication: one all-reduce, on a group that is not used by another collective, or one gather for few bytes on the CPU.
     """
     world_size = process_groups.world_size(group)
     if world_size == 1:
@@ -235,7 +236,7 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
 
         return mean_of_gathered
     divided_before = 1
-    if tensor.dtype == torch.float16:  # a sum over many ranks is too large for it. A power of two keeps all digits
+    if tensor.dtype == torch.float16:  # a sum over many ranks may overflow. A power of two preserves all digits
         divided_before = 1 << (world_size - 1).bit_length()
         tensor.div_(divided_before)
     reducing = dist.all_reduce(tensor, group=carrier, async_op=True)
@@ -248,7 +249,7 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
 
 
 def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
-    """Overwrite tensors with those of the group's rank 0, in place.
+    """Overwrite tensors in place with the tensors of the group's rank 0.
 
     Communication: one broadcast per 64 MiB and device, as bytes.
     """
@@ -265,9 +266,9 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
 
 
 def broadcast_between_replicas_(part: Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrite a part with that of the first rank of a mesh's own group, in place. None of our groups is made for it.
+    """Overwrite a part in place with the part on the first rank of a mesh's own group, without creating an internal group.
 
-    Communication: one broadcast, of a part that holds anything.
+    Communication: one broadcast, or none for an empty part.
     """
     if part.numel():
         dist.broadcast(part.detach(), group_src=0, group=group)
@@ -279,20 +280,20 @@ def _broadcast_bytes_(tensors: list[Tensor], group: Group) -> None:
     dist.broadcast(packed, src=source, group=group_for(packed, group))
     packed, offset = packed.to(tensors[0].device), 0
     for tensor in tensors:
-        # a slice may start at any byte. A view of another dtype needs an aligned start
+        # a slice may start at any byte, whereas a view with another dtype needs an aligned start
         received = packed[offset : offset + tensor.nbytes].clone()
         tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
         offset += tensor.nbytes
 
 
 def all_gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
-    """Gather (B, ...) into (G, ...), as bytes: bit exact, and for dtypes that a backend cannot reduce."""
+    """Gather (B, ...) into (G, ...) as bytes, which is bit exact and supports dtypes that a backend cannot reduce."""
     own = rows.detach().contiguous()
     row_shape = own.shape[1:]
     longest = max(counts)
     if longest * row_shape.numel() == 0:
         return own.new_empty((sum(counts), *row_shape))
-    # 1. as many rows as the rank with the most has
+    # 1. pad to the number of rows of the rank with the most
     padded = own
     if own.shape[0] < longest:
         padded = own.new_zeros((longest, *row_shape))
@@ -300,7 +301,7 @@ def all_gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
     # 2. one gather of equal sizes
     out = own.new_empty((len(counts) * longest, *row_shape))
     gather(as_bytes(out), as_bytes(padded), group=group_for(own, group))
-    # 3. without the padding
+    # 3. remove the padding
     if min(counts) == longest:
         return out
     blocks = out.view(len(counts), longest, *row_shape)
@@ -308,9 +309,9 @@ def all_gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def all_gather_slices_(everyone: Tensor, group: Group) -> None:
-    """Complete, in place, bytes (a multiple of 8). Each rank has written its part and left the others zero.
+    """Complete, in place, bytes (a multiple of 8) of which each rank has written its own part and left the remaining bytes zero.
 
-    It moves twice as much as a gather, but needs no second buffer, as gloo's gather does, and no padding.
+    This moves twice as much data as a gather, but does not require padding, or a second buffer as gloo's gather does.
 
     Communication: one all-reduce, or one gather for few bytes on the CPU.
     """
@@ -330,25 +331,25 @@ def all_gather_slices_(everyone: Tensor, group: Group) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, 1-D, in its memory if that is contiguous."""
+    """Return a tensor's bytes, 1-D, sharing its memory if it is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # one element counts as contiguous for any stride. A view as bytes needs stride 1
+    # a single element counts as contiguous for any stride, but a view as bytes requires stride 1
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
-    """Return this rank's rows of the sum of (G, ...) over ranks, added in at least float32. The CPU adds in rank order, NCCL in its own."""
+    """Return this rank's rows of the sum of (G, ...) over ranks, added in at least float32, in rank order on the CPU, in NCCL's else."""
     if is_staged(tensor, group):
         return reduce_scatter_rows(_on_host(tensor), counts, group).to(tensor.device)
-    if tensor.is_complex() and tensor.device.type != "cpu":  # NCCL adds no complex numbers
+    if tensor.is_complex() and tensor.device.type != "cpu":  # NCCL does not add complex numbers
         as_pairs = torch.view_as_real(tensor.detach().resolve_conj())
         return torch.view_as_complex(reduce_scatter_rows(as_pairs, counts, group))
     rank = process_groups.rank(group)
     row_shape = tensor.shape[1:]
     wide = wide_dtype(tensor.dtype)
     source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce. This moves each row once
-        # as bytes: gloo does not know all dtypes
+    if source.device.type == "cpu":  # unlike gloo's reduce-scatter, this sends each row only once
+        # sent as bytes, because gloo does not support all dtypes
         row_bytes = row_shape.numel() * source.element_size()
         received = source.new_empty((len(counts), counts[rank], *row_shape))
         received_sizes = [counts[rank] * row_bytes] * len(counts)
@@ -368,7 +369,7 @@ def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tens
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that numbers are added in: halves lose digits, and backends do not add small integers."""
+    """Return the dtype in which numbers are added: half precision loses digits, and backends do not add small integers."""
     if dtype.itemsize >= torch.float32.itemsize:
         return dtype
     if dtype.is_floating_point:
@@ -377,7 +378,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Give rank i the i-th part (1-D, one dtype). Return the parts that the ranks gave, of these sizes. Communication: one exchange."""
+    """Send the i-th part (1-D, one dtype) to rank i, and return the parts received, of these sizes. Communication: one exchange."""
     packed = _staged(torch.cat(list(parts)).contiguous(), group)
     received = packed.new_empty(sum(sizes))
     sent_sizes = [part.numel() for part in parts]
@@ -391,21 +392,21 @@ def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
 
 
 def max_over_ranks(tensor: Tensor, group: Group) -> Tensor:
-    """Return the largest of each element. Communication: one all-reduce. There is none in a world of one."""
+    """Return the element-wise maximum over ranks. Communication: one all-reduce, or none in a world of one rank."""
     if process_groups.world_size(group) == 1:
         return tensor
     return _all_reduce(tensor, tensor.dtype, dist.ReduceOp.MAX, group)
 
 
 def _all_reduce(tensor: Tensor, dtype: torch.dtype, operation: Any, group: Group) -> Tensor:
-    """Return the reduced tensor, a new one, computed in ``dtype``."""
+    """Return the reduced tensor as a new tensor, computed in ``dtype``."""
     plain = _staged(tensor.detach().resolve_conj().resolve_neg(), group)
     reduced = plain.to(dtype, copy=True).contiguous()
     dist.all_reduce(reduced, operation, group=group_for(reduced, group))
     return reduced.to(tensor.device, tensor.dtype)
 
 
-# ---------------------------------------------------------------------- messages from rank to rank
+# ---------------------------------------------------------------------- point-to-point messages
 
 
 def ring_round_trip(
@@ -416,22 +417,23 @@ def ring_round_trip(
     found_counts: Sequence[int] | None,
     group: Group,
 ) -> Tensor | None:
-    """Visit every rank's rows in turn, own ones first. Return the results of all ranks for this rank's rows.
+    """Visit every rank's rows in turn, starting with the local ones, and return the results of all ranks for this rank's rows.
 
-    The next rows travel while these are visited, so two ranks' rows are here at a time. Results follow the rows.
+    The next rows are in transit while the current ones are visited, so that the rows of two ranks are in memory at a time. Results follow
+    the rows around the ring.
 
     Args:
-        rows: (B, ...), this rank's.
+        rows: (B, ...), this rank's rows.
         counts: B of each rank.
-        visit: Rank and its rows -> this rank's result, (n, ...), of one dtype and width for all. Called W times.
-        join: One rank's result and that of the ranks before it -> both.
-        found_counts: n of each rank. None: results are not collected.
+        visit: Maps a rank and its rows to this rank's result, (n, ...), of one dtype and width for all ranks. Called W times.
+        join: Joins one rank's result with the joined result of the ranks before it.
+        found_counts: n of each rank. If None, results are not collected.
         group: Process group.
 
     Returns:
-        (n, ...), joined over all ranks: that of the next rank first, own last. None if results are not collected.
+        (n, ...), joined over all ranks: first the next rank's result, last this rank's own. None if results are not collected.
 
-    Communication: W - 1 messages to the next rank, and as many of results.
+    Communication: W - 1 messages to the next rank, and the same number of messages with results.
     """
     world_size, rank = process_groups.world_size(group), process_groups.rank(group)
     here = rows.detach().contiguous()
@@ -451,9 +453,9 @@ def ring_round_trip(
         elif found_counts is not None and found is not None:
             if receive_found is not None:
                 found = join(found, receive_found())
-            # the last ones are about this rank's own rows
+            # the last results are for this rank's own rows
             receive_found = ring.send(found, found_counts[source - 1])
-        del found  # else it would be held while the next one is made
+        del found  # release it before the next result is computed
         if receive_next is not None:
             here = receive_next()
     if found_counts is None or own is None:
@@ -462,7 +464,7 @@ def ring_round_trip(
 
 
 class Ring:
-    """The ranks in a ring, each with one before and one after it.
+    """The ranks arranged in a ring, each with a predecessor and a successor.
 
     Args:
         like: A tensor on the device of the messages.
@@ -474,13 +476,13 @@ class Ring:
         ranks, rank = internal_groups.ranks, process_groups.rank(group)
         self._is_staged = is_staged(like, group)
         self._carrier = group_for(like, group)
-        internal_groups.warm_up(like.device)  # a rank without rows sends no message
+        internal_groups.warm_up(like.device)  # because a rank without rows does not send messages
         self._next, self._previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
 
     def send(self, tensor: Tensor, rows: int) -> Callable[[], Tensor]:
-        """Start to send a tensor to the next rank and to receive one of so many rows from the one before.
+        """Start sending a tensor to the next rank and receiving one with the given number of rows from the previous rank.
 
-        Both ranks know the sizes. Empty tensors are not sent.
+        The sizes must be known on both ranks. Empty tensors are not sent.
 
         Returns:
             A function that waits for both and returns the received rows.
@@ -505,13 +507,13 @@ class Ring:
 
 
 def send(tensor: Tensor, to: int) -> None:
-    """Send a tensor to one rank of the world, which calls ``receive``. All ranks have used the group of the device before."""
+    """Send a tensor to one rank of the world, which calls ``receive``. All ranks must have used the group of the device already."""
     own = _staged(tensor.detach().contiguous(), None)
     dist.send(own, to, group=group_for(own, None))
 
 
 def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
-    """Return the tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
+    """Return the tensor of this shape sent by one rank of the world, in the dtype and on the device of ``like``."""
     device = torch.device("cpu") if is_staged(like, None) else like.device
     out = like.new_empty(tuple(shape), device=device)
     dist.recv(out, source, group=group_for(out, None))

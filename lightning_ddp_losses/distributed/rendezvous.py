@@ -1,13 +1,13 @@
 """Rendezvous: a world with new keys in its store, and an error that names the problem before ranks wait for each other.
 
-Under ``torchrun`` the store belongs to the agent and outlives its workers. ``init_process_group`` and ``new_group`` write the same keys in
-each attempt. So a restarted rank may read the address of a dead one, and gloo ends in "connectFullMesh ... Connection refused", or NCCL
-in a dead rank's id. (torch 2.13, 2026: of 8 restarts of 3 ranks that call ``init_process_group`` alone, 7 ended so.) A world
-that this module starts lives under a prefix which its ranks have agreed on in a roll call. Groups made later inherit that. For a world
-that somebody else has started under such an agent, our own groups get a prefix of theirs.
+Under ``torchrun`` the store belongs to the agent and outlives its workers, while ``init_process_group`` and ``new_group`` write the same
+keys in each attempt. A restarted rank may therefore read the address of a dead rank, so that gloo fails with "connectFullMesh ...
+Connection refused", or NCCL uses a dead rank's id. (torch 2.13, 2026: of 8 restarts of 3 ranks that only call ``init_process_group``, 7
+failed like this.) A world started by this module uses a key prefix on which its ranks have agreed in a roll call. Groups created later
+inherit the prefix. In a world started by other code under such an agent, our internal groups use a separate prefix.
 
 Programs that call ``init_process_group`` themselves are safe with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment of every
-agent: each attempt then has a separate store.
+agent, which gives each attempt a separate store.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError, listed
 
 Report: TypeAlias = Mapping[str, Any]
-"""Report of a rank about itself: plain values, which travel as JSON."""
+"""Report of a rank about itself: plain values, sent as JSON."""
 Judge: TypeAlias = Callable[[Sequence[Report]], DDPLossError | None]
-"""Reports of all ranks -> the error that they amount to."""
+"""Function from the reports of all ranks to the resulting error, if any."""
 
 _PREFIX = "lightning_ddp_losses/roll_call"
 _TOKEN = "token"
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.25
-_VERDICT_SECONDS = 5.0  # more than rank 0 waits: so long may its verdict be under way
+_VERDICT_SECONDS = 5.0  # time allowed for rank 0's verdict to arrive, in addition to the time that rank 0 waits
 
 
 def hold_roll_call(
@@ -52,28 +52,28 @@ def hold_roll_call(
     report: Report | None = None,
     judge: Judge = lambda reports: None,
 ) -> tuple[str, Sequence[Report]]:
-    """Meet all ranks in a store, which may hold keys of former worlds.
+    """Synchronise all ranks through a store, which may contain keys of former worlds.
 
-    Rank 0 writes a new token. Each other rank answers the token that it finds with a random word. That token may be a former world's, so
-    the rank goes on looking until rank 0 has answered its word.
+    Rank 0 writes a new token. Each other rank answers the token that it finds with a random word. This token may belong to a former world,
+    so the rank keeps polling until rank 0 has answered its word.
 
     Args:
-        store: Store that all of them reach.
-        rank: Rank of this process among those that meet.
-        world_size: Number of ranks that meet.
-        timeout: Time to wait for ranks that do not come.
-        name: Name of this meeting, if several use a store at a time.
-        report: Plain values that this rank reports of itself.
-        judge: Function that looks at the reports of all ranks. Every rank calls it.
+        store: Store that all ranks can reach.
+        rank: Rank of this process among the participants.
+        world_size: Number of participants.
+        timeout: Time to wait for missing ranks.
+        name: Name of this roll call, if several use a store at a time.
+        report: Plain values that this rank reports about itself.
+        judge: Function that checks the reports of all ranks. Every rank calls it.
 
     Returns:
-        A token, equal on all ranks, which no former roll call had, and the reports in rank order.
+        A token, equal on all ranks and different from the tokens of former roll calls, and the reports in rank order.
 
     Raises:
-        PeerError: on every rank that came, naming those that did not, as far as the store can say.
-        DDPLossError: on every rank, the error that ``judge`` found.
+        PeerError: on every rank that took part, naming the missing ranks, as far as the store has this information.
+        DDPLossError: on every rank, the error returned by ``judge``.
 
-    Communication: none but the store's.
+    Communication: through the store only.
     """
     own_store = PrefixStore(f"{_PREFIX}/{name}", store)
     if rank == 0:
@@ -88,11 +88,11 @@ def hold_roll_call(
 
 
 def _call_roll(store: Store, world_size: int, timeout: timedelta, own: Report) -> tuple[str, list[int], list[Report]]:
-    """Call the roll, and answer every rank that has come. Return the token, the ranks that have not come, and the reports."""
-    # 1. a token that no former world had
+    """Call the roll and answer every rank that responded. Return the token, the missing ranks, and the reports."""
+    # 1. a new token, different from the tokens of former worlds
     token = secrets.token_hex(8)
     store.set(_TOKEN, token)
-    # 2. a word and a report of each rank
+    # 2. a word and a report from each rank
     came, missing = [*range(1, world_size)], list[int]()
     try:
         if came:
@@ -107,7 +107,7 @@ def _call_roll(store: Store, world_size: int, timeout: timedelta, own: Report) -
     reports = [own, *(report for _, report in told)]
     answers = {_verdict(token): json.dumps([missing, reports]), **{_answer_to(word): "" for word, _ in told}}
     store.multi_set([*answers], [*answers.values()])  # type: ignore[attr-defined]
-    # this process may hold the store, and end after an error
+    # this process may hold the store, and exit after an error
     with contextlib.suppress(RuntimeError):
         store.wait([_read_by(token, rank) for rank in came], timedelta(seconds=_VERDICT_SECONDS))
     return token, missing, reports
@@ -116,11 +116,11 @@ def _call_roll(store: Store, world_size: int, timeout: timedelta, own: Report) -
 def _answer_roll(
     store: Store, rank: int, world_size: int, timeout: timedelta, own: Report
 ) -> tuple[str, list[int], list[Report]]:
-    """Answer rank 0, which calls the roll. Return what it has found."""
+    """Answer the roll call of rank 0, and return its result."""
     word, token, reason, pause = secrets.token_hex(8), "", "nothing", _POLL_SECONDS
     end = time.monotonic() + timeout.total_seconds() + _VERDICT_SECONDS
     try:
-        # rank 0 lives now if it answers this word
+        # an answer to this word proves that rank 0 is currently alive
         while time.monotonic() < end:
             called = store.get(_TOKEN).decode() if store.check([_TOKEN]) else ""
             if called != token:
@@ -133,7 +133,7 @@ def _answer_roll(
             else:
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)  # many ranks may wait for a late one
-    except RuntimeError as error:  # the store went with the process that held it
+    except RuntimeError as error:  # the process that held the store has exited
         reason = str(error).splitlines()[0]
     if not token and reason == "nothing":
         return token, [0], []
@@ -174,9 +174,9 @@ def _read_by(token: str, rank: int) -> str:
 
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that names gloo's network interface, or several with commas."""
+"""The environment variable that names gloo's network interface, or several interfaces separated by commas."""
 
-_LONGEST = timedelta(minutes=30)  # without a time-out: torch's default for gloo
+_LONGEST = timedelta(minutes=30)  # used without a timeout: torch's default for gloo
 
 
 def start_world(
@@ -189,22 +189,22 @@ def start_world(
     timeout: timedelta | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Make the default process group, as ``init_process_group`` does, over separate keys.
+    """Create the default process group like ``init_process_group``, under separate store keys.
 
     Args:
         address: Address of the host that holds the store: rank 0's, or under ``torchrun`` the agent's.
         port: Port of the store.
         rank: Rank of this process.
-        world_size: Number of processes that come.
-        backend: Backend, as ``init_process_group`` takes it.
-        timeout: Time to wait for a peer, here and in every collective. None: half an hour, torch's own for gloo.
-        device: Bound device of an accelerator's backend. None: it is not bound.
+        world_size: Number of processes.
+        backend: Backend, as in ``init_process_group``.
+        timeout: Time to wait for a peer, during the rendezvous and in every collective. If None, half an hour, torch's default for gloo.
+        device: Device to bind an accelerator's backend to. If None, it is not bound.
 
     Raises:
         ConfigurationError: on every rank for an unknown network interface or two ranks on one device, on one rank for a port in use.
-        PeerError: on every rank that came, naming those that did not come in time.
+        PeerError: on every rank that took part, naming the ranks that were missing at the timeout.
 
-    Communication: a roll call through the store, then what ``init_process_group`` does.
+    Communication: a roll call through the store, then the communication of ``init_process_group``.
     """
     timeout = timeout or _LONGEST
     store = _open_store(address, port, rank, timeout)
@@ -225,7 +225,7 @@ def start_world(
 
 
 def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
-    """Return the store of the world. Rank 0 holds it if no agent does."""
+    """Return the store of the world. Rank 0 hosts it unless an agent does."""
     holds = rank == 0 and not _agent_holds_store()
     try:
         listener = _listener(address, port) if holds else None
@@ -237,7 +237,7 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
             wait_for_workers=False,  # the roll call names missing ranks
             multi_tenant=True,
             master_listen_fd=listener,
-            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # same default as torch's own rendezvous
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
@@ -257,9 +257,10 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
 
 
 def _listener(address: str, port: int) -> int | None:
-    """Return a socket that listens at this address alone, which torch's own store does not: it listens on every interface.
+    """Return a socket that listens only at this address, unlike torch's own store, which listens on every interface.
 
-    None, for torch's own way, if the address does not belong to this host (one that a router or a cluster's service translates).
+    Returns None, which selects torch's own behaviour, if the address does not belong to this host (it is translated by a router or a
+    cluster's service).
 
     Raises:
         OSError: for a port in use.
@@ -267,7 +268,7 @@ def _listener(address: str, port: int) -> int | None:
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # a port that a former run has just left
+        if os.name == "posix":  # allow a port that a former run has just released
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen(socket.SOMAXCONN)
@@ -288,7 +289,7 @@ def _agent_holds_store() -> bool:
 
 
 def gloo_problem() -> str | None:
-    """Return the problem of the network interface that gloo is to use. None if there is none."""
+    """Return the problem of the network interface selected for gloo, or None if it can be used."""
     names = os.environ.get(GLOO_INTERFACE, "")
     try:
         for name in filter(None, names.split(",")):
@@ -301,11 +302,11 @@ def gloo_problem() -> str | None:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return the identity of a device over all nodes. It is empty for the CPU, which ranks share."""
+    """Return an identity of a device that is unique over all nodes. It is empty for the CPU, which ranks share."""
     if device.type == "cpu":
         return ""
     uuid = ""
-    # the device's number counts what CUDA_VISIBLE_DEVICES has left
+    # the index of the device only counts the devices listed in CUDA_VISIBLE_DEVICES
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
     if properties_of is not None:
         uuid = getattr(properties_of(device), "uuid", "")
@@ -313,17 +314,17 @@ def device_identity(device: torch.device) -> str:
 
 
 def nccl_device(backend: str | None, device: torch.device | None) -> str | None:
-    """Return the identity that no two ranks of NCCL may share. None for another backend."""
+    """Return the identity that must differ between any two NCCL ranks. None for another backend."""
     if device is None or "nccl" not in str(backend):
         return None
     identity = device_identity(device)
-    # ranks that NCCL takes for other hosts may share a device
+    # ranks that NCCL treats as different hosts may share a device
     host = os.environ.get("NCCL_HOSTID", "")
     return f"{host} {identity}".strip() if identity else None
 
 
 def _judge_reports(reports: Sequence[Report]) -> DDPLossError | None:
-    """Return the error that the reports of all ranks amount to."""
+    """Return the error that follows from the reports of all ranks, or None."""
     problems = {rank: report["problem"] for rank, report in enumerate(reports) if report["problem"]}
     if problems:
         return ConfigurationError(
@@ -336,7 +337,7 @@ def _judge_reports(reports: Sequence[Report]) -> DDPLossError | None:
 
 
 def shared_device_error(devices: Sequence[str | None]) -> DDPLossError | None:
-    """Return the error for ranks that use one device, which NCCL takes for a fault or waits over. None if each has its own."""
+    """Return the error for ranks that share a device, on which NCCL fails or hangs. None if each rank has a separate device."""
     ranks_of: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         if device is not None:
@@ -355,14 +356,14 @@ def shared_device_error(devices: Sequence[str | None]) -> DDPLossError | None:
 
 @contextlib.contextmanager
 def group_errors(rank: int) -> Iterator[None]:
-    """Say what to do if a peer does not come to make a group inside the block, or if gloo's interface does not reach it."""
+    """Explain errors inside the block: a peer that does not take part in creating a group, or is unreachable via gloo's interface."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, DDPLossError):
             raise
         text = str(error)
-        # the first is of a TCP store, the second of a file's
+        # the first condition matches a TCP store, the second a file store
         if isinstance(error, dist.DistStoreError) or "Wait timeout" in text:
             raise PeerError(
                 f"rank {rank} waited to make a process group",
@@ -391,19 +392,19 @@ def _interface_error(text: str) -> ConfigurationError:
     )
 
 
-# ---------------------------------------------------------------------- groups in a world of somebody else
+# ---------------------------------------------------------------------- groups in a world started by other code
 
 
 @contextlib.contextmanager
 def own_keys(rank: int, ranks: Sequence[int], timeout: timedelta | None) -> Iterator[None]:
-    """Let groups that are made inside the block use separate keys, if the world's store may hold those of a dead world.
+    """Use separate store keys for groups created inside the block, if the world's store may contain keys of a dead world.
 
     Args:
         rank: Rank of this process in the world.
-        ranks: Ranks of all that come here.
+        ranks: Ranks of all participants.
         timeout: Time to wait for them.
 
-    Communication: none, or a roll call through the store where an agent holds the store of a world that somebody else has started.
+    Communication: none, or a roll call through the store if an agent holds the store of a world that was started by other code.
     """
     store = compat.default_store()
     if not _agent_holds_store() or liveness.has_begun() or store is None or len(ranks) == 1:

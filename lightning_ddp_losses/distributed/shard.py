@@ -1,7 +1,7 @@
-"""The tag on a parameter that holds other rows on each rank: the classes of a larger weight on this rank.
+"""The tag on a parameter that holds different rows on each rank: this rank's classes of a larger weight.
 
-A class-sharded loss sets it. The strategy reads it (no mean over ranks, no first broadcast) and so do the checks (ranks
-are expected to differ). What two sides share lives here, below both.
+A class-sharded loss sets it. The strategy reads it (such a parameter is neither averaged over ranks nor broadcast initially), and so do
+the checks (ranks are expected to differ). This module is below both, because they share it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
 def mesh_of_shards(title: str, mesh: DeviceMesh | None, device_type: str, group: Group) -> DeviceMesh:
-    """Return the mesh that divides classes over its last dimension. It is made if there is none.
+    """Return the mesh that divides classes over its last dimension, creating it if none is given.
 
     Args:
         title: Name of the loss in messages.
-        mesh: Mesh of the ranks of ``group``, in their order. A first dimension more has its replicas.
-        device_type: Device type of a mesh that is made.
+        mesh: Mesh of the ranks of ``group``, in their order. An additional first dimension contains its replicas.
+        device_type: Device type of a created mesh.
         group: Group over which the classes are divided.
 
     Raises:
         ConfigurationError: without a process group.
-        InputError: on every rank, for a mesh of other ranks.
+        InputError: on every rank, for a mesh of different ranks.
 
     Communication: one handshake of the world.
     """
@@ -56,7 +56,7 @@ def mesh_of_shards(title: str, mesh: DeviceMesh | None, device_type: str, group:
 
 
 def _problem(mesh: DeviceMesh, members: tuple[int, ...]) -> str:
-    """Return the problem of a mesh. It is empty if the last dimension is this rank's part of the world."""
+    """Return the problem of a mesh, or an empty text if its last dimension is this rank's part of the world."""
     place = mesh.get_coordinate()
     if place is None:
         return f"a mesh without this rank: {mesh.mesh.tolist()}"
@@ -68,7 +68,7 @@ def _problem(mesh: DeviceMesh, members: tuple[int, ...]) -> str:
 
 
 def as_dtensor(rows: Tensor, shard: ClassShard, mesh: DeviceMesh) -> DTensor:
-    """Return a rank's weight rows as its part of the whole, without a copy.
+    """Return a rank's weight rows as its part of the whole weight, without a copy.
 
     Args:
         rows: (c * K, D), a view of the weight or of its gradient.
@@ -84,7 +84,7 @@ def as_dtensor(rows: Tensor, shard: ClassShard, mesh: DeviceMesh) -> DTensor:
     if shard.per_class > 1:
         tail = [shard.per_class, *tail]
     held = rows.detach().view(shard.classes, *tail)
-    # no rank holds the whole: only its layout is given
+    # the whole tensor does not exist on any rank: only its layout is passed
     whole = torch.empty(shard.num_classes, *tail, device="meta")
     replicates: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     return DTensor.from_local(
@@ -97,14 +97,14 @@ _ATTRIBUTE = "_ddp_losses_shard"
 
 @dataclass(frozen=True)
 class ClassShard:
-    """The block of classes that this rank holds of a parameter.
+    """The block of classes of a parameter that this rank holds.
 
     Attributes:
         start: First class held, counted over all ranks.
         stop: One past the last class held.
         num_classes: Number of classes over all ranks.
         dim: Dimension of the parameter that counts classes.
-        per_class: Entries along it for each class (sub-centers).
+        per_class: Number of entries along this dimension for each class (sub-centers).
 
     Example:
         >>> ClassShard.of_rank(10, world=4, rank=3)
@@ -119,7 +119,7 @@ class ClassShard:
 
     @classmethod
     def of_rank(cls, num_classes: int, world: int, rank: int, *, dim: int = 0, per_class: int = 1) -> ClassShard:
-        """Return one of consecutive blocks of equally many classes, the last ones smaller or empty."""
+        """Return the block of one rank, out of consecutive blocks of equally many classes, the last ones smaller or empty."""
         size = -(-num_classes // world)
         start = min(rank * size, num_classes)
         stop = min(start + size, num_classes)
@@ -131,19 +131,19 @@ class ClassShard:
         return self.stop - self.start
 
     def whole_shape(self, held: Tensor) -> tuple[int, ...]:
-        """Return the shape of the weight that has ``held`` as this block."""
+        """Return the shape of the whole weight of which ``held`` is this block."""
         shape = list(held.shape)
         shape[self.dim] = self.num_classes * self.per_class
         return tuple(shape)
 
     def offsets(self, held: Tensor) -> torch.Size:
-        """Return where ``held`` begins in the whole, along each dimension."""
+        """Return the offset of ``held`` in the whole weight, along each dimension."""
         offsets = [0] * held.ndim
         offsets[self.dim] = self.start * self.per_class
         return torch.Size(offsets)
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """Return this block of the whole weight, a view."""
+        """Return this block of the whole weight as a view."""
         return whole.narrow(self.dim, self.start * self.per_class, self.classes * self.per_class)
 
     def __post_init__(self) -> None:
@@ -156,20 +156,20 @@ class ClassShard:
 
 @runtime_checkable
 class Shardable(Protocol):
-    """A module that shards its parameters over the ranks once these exist."""
+    """A module that can shard its parameters over the ranks once the process group exists."""
 
     def shard_classes(self) -> None:
-        """Shard, if that is not done yet. The parameters stay the same objects. Every rank of the group takes part."""
+        """Shard the parameters unless already done, keeping the parameter objects. Collective: every rank of the group must call this."""
 
     def attach(self, optimizer: Any) -> None:
-        """Let the optimizer step only the rows that a step has touched."""
+        """Make the optimizer step only the rows that a step has touched."""
 
     def refuse_equal_shards(self) -> None:
-        """Refuse shards that something has made equal on all ranks since the last call. Every rank of the group takes part."""
+        """Reject shards that became equal on all ranks since the last call. Collective: every rank of the group must call this."""
 
 
 class _ShardParameter(nn.Parameter):
-    """A parameter that keeps its tag in copies: an untagged copy of a shard would be averaged away."""
+    """A parameter that keeps its tag in copies: an untagged copy of a shard would be averaged over ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ShardParameter:
         copied: _ShardParameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
@@ -190,21 +190,21 @@ def first_holders(shards: Sequence[ClassShard]) -> list[int] | None:
     """Return one rank for each block of a parameter, in the order of the classes.
 
     Args:
-        shards: Shard of each rank, in rank order. Several may hold the same block (``group`` is a part of the ranks), some may hold
-            no classes.
+        shards: Shard of each rank, in rank order. Several ranks may hold the same block (``group`` is a part of the ranks), and some may
+            not hold any classes.
 
     Returns:
-        Of each block the first rank that holds it. None where blocks leave classes out, overlap, or lie on more ranks than others.
+        The first rank that holds each block. None if blocks do not cover all classes, overlap, or have different numbers of copies.
     """
     holders: dict[tuple[int, int], list[int]] = {}
     for rank, shard in enumerate(shards):
         if shard.classes:
             holders.setdefault((shard.start, shard.stop), []).append(rank)
-    # each block ends at the begin of the next
+    # each block must end at the beginning of the next
     blocks = sorted(holders)
     ends = [0, *(stop for _, stop in blocks)]
     begins = [*(start for start, _ in blocks), shards[0].num_classes]
-    # on as many ranks as every other, of the same whole
+    # all blocks must have the same number of copies and belong to the same whole
     copies = {len(ranks) for ranks in holders.values()}
     wholes = {(shard.num_classes, shard.dim, shard.per_class) for shard in shards}
     if begins != ends or len(copies) > 1 or len(wholes) > 1:
@@ -213,19 +213,19 @@ def first_holders(shards: Sequence[ClassShard]) -> list[int] | None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor: its part of a ``DTensor``, in the same memory, or the tensor itself."""
+    """Return this rank's part of a tensor: the local part of a ``DTensor``, in the same memory, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:
-    """Mark ``parameter`` as this rank's block of a larger one. Copies and pickles of it are marked too."""
+    """Mark ``parameter`` as this rank's block of a larger one. Copies and pickles of it keep the mark."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = _ShardParameter
     setattr(parameter, _ATTRIBUTE, shard)
 
 
 def shard_of(parameter: Tensor) -> ClassShard | None:
-    """Return the block that ``parameter`` is, None for a parameter that all ranks hold whole."""
+    """Return the block that ``parameter`` represents, or None if all ranks hold the whole parameter."""
     shard = getattr(parameter, _ATTRIBUTE, None)
     assert shard is None or isinstance(shard, ClassShard)
     return shard
@@ -233,10 +233,10 @@ def shard_of(parameter: Tensor) -> ClassShard | None:
 
 @contextlib.contextmanager
 def tags_kept(module: nn.Module) -> Iterator[None]:
-    """Mark the parameters of a module as they were before the block, which moves it.
+    """Restore the tags of a module's parameters after the block, which moves the module.
 
-    A move to an accelerator with another kind of tensors makes new parameters in place of the old ones, and so it does
-    everywhere under ``torch.__future__.set_overwrite_module_params_on_conversion``. Names stay.
+    Moving it to an accelerator with another tensor type replaces the parameters by new ones, and so does any move under
+    ``torch.__future__.set_overwrite_module_params_on_conversion``. Names stay the same.
     """
     tagged = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

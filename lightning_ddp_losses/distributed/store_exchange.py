@@ -1,9 +1,9 @@
-"""`StoreExchange`: the bytes of all ranks through the store of a run, after an error.
+"""`StoreExchange`: exchange bytes between all ranks through the store of a run, after an error.
 
-After an error collectives cannot be used: peers wait in another collective, connections are closed, and a group may hold a message that
-was sent and not received. The store of the run still answers. Each rank writes its bytes there and reads the bytes of all ranks, until a
-deadline that all exchanges share. A rank whose main thread waits in a foreign collective does not come. Its listening thread has written
-where it is (``liveness.Watch``).
+After an error collectives cannot be used: peers wait in another collective, connections are closed, and a group may contain a message that
+was sent but not received. The store of the run is still available. Each rank writes its bytes to it and reads the bytes of all ranks,
+until a deadline that all exchanges share. A rank whose main thread waits in another library's collective does not take part, but its
+listening thread has written where it is (``liveness.Watch``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _POLL_SECONDS = 0.05
 
 
 class StoreExchange:
-    """Exchanges bytes between the ranks of a run, one exchange after the other, the same on every rank.
+    """Exchanges bytes between the ranks of a run in a sequence of exchanges that is the same on every rank.
 
     Args:
         watch: Watch of the run, with its store.
-        seconds: Limit of all waits together.
+        seconds: Limit for the total waiting time.
     """
 
     def __init__(self, watch: Watch, seconds: float) -> None:
@@ -30,15 +30,15 @@ class StoreExchange:
         self._number = 0
 
     def post(self, payload: bytes) -> None:
-        """Write this rank's bytes of the next exchange. A store that does not answer is noticed in ``collect``."""
+        """Write this rank's bytes for the next exchange. An unresponsive store is detected only in ``collect``."""
         key = self._keys()[self._watch.rank]
         within(SILENCE_SECONDS, lambda: self._watch.store.set(key, payload))  # type: ignore[arg-type]  # takes bytes too
 
     def collect(self) -> list[bytes]:
-        """Return the bytes of all ranks, in rank order, and begin the next exchange.
+        """Return the bytes of all ranks, in rank order, and start the next exchange.
 
         Raises:
-            TimeoutError: on this rank, saying where the ranks are that have not come until the deadline.
+            TimeoutError: on this rank, with the positions of the ranks that did not write their bytes before the deadline.
         """
         keys = self._keys()
         self._number += 1
@@ -55,7 +55,7 @@ class StoreExchange:
         return [f"exchange/{self._number}/{rank}" for rank in range(self._watch.world_size)]
 
     def _wait_for(self, keys: Sequence[str], seconds: float) -> list[bytes | None]:
-        """Return the value of each key. None for one that is not there after some seconds."""
+        """Return the value of each key, or None for a key that does not exist after the given number of seconds."""
         store, end = self._watch.store, time.monotonic() + seconds
         while not store.check([*keys]) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
@@ -66,7 +66,7 @@ class StoreExchange:
         return payloads
 
     def _where(self, rank: int) -> str:
-        """Return where a rank is that did not come, as its listening thread has written."""
+        """Return the position of a missing rank, as written by its listening thread."""
         place = within(SILENCE_SECONDS, lambda: self._watch.place_of(rank))
         if not place:
             return f"rank {rank} does not answer"

@@ -1,7 +1,7 @@
-"""The call of the user's program that leads to a collective of Lightning's, as messages name it: the call, its line, and what to do.
+"""The call of the user's program that leads to a collective of Lightning: the call, its source line, and advice for messages.
 
-The line is the innermost one that belongs to no library. Lightning reduces a value that was logged for an epoch after the hook that logged
-it. Its line is found in the source of the hook, by the name of the value.
+The line is the innermost one outside of libraries. Lightning reduces a value that was logged for an epoch after the hook that logged it.
+In this case the line is found by searching the source of the hook for the name of the value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ProgramCall(NamedTuple):
 
     Attributes:
         operation: The call, the same on every rank.
-        line: The user's line. Empty if there is none.
+        line: The user's source line, or an empty text.
     """
 
     operation: str
@@ -41,7 +41,7 @@ class ProgramCall(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What to do if some rank does not make it."""
+        """What to do if some rank does not make this call."""
         return _ADVICE.get(self.operation.partition("(")[0], _EVERYWHERE)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class ProgramCall(NamedTuple):
 
 
 def call_on_stack(frame: FrameType | None) -> ProgramCall | None:
-    """Return the call that leads to a frame. None if it is none of those that every rank must make.
+    """Return the call that leads to a frame, or None if it is not one that every rank must make.
 
     Args:
         frame: Innermost frame, of any thread.
@@ -68,7 +68,7 @@ def call_on_stack(frame: FrameType | None) -> ProgramCall | None:
 
 
 def logged_value(frames: list[FrameType]) -> ProgramCall | None:
-    """Return the call of ``self.log`` whose value is reduced in these frames, at the end of an epoch. None if there is none."""
+    """Return the call of ``self.log`` whose value is reduced in these frames at the end of an epoch, or None."""
     logged = next(filter(None, map(compat.name_and_hook_of_log, frames)), None)
     if logged is None:
         return None
@@ -88,7 +88,7 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 @functools.lru_cache(maxsize=256)
 def _line_with_name(owner: Hashable, name: str, hook: str) -> str:
-    """Return the line of a class's hook with the text of a name. Empty if there is none."""
+    """Return the first line of a class's hook that contains a name as a string, or an empty text."""
     try:
         method = getattr(owner, hook)
         lines, first = inspect.getsourcelines(method)
@@ -102,10 +102,10 @@ def _line_with_name(owner: Hashable, name: str, hook: str) -> str:
 
 
 def users_line(frame: FrameType | None) -> str:
-    """Return the user's line that a frame was called from: file, number, function and text. Empty if there is none.
+    """Return the user's source line that a frame was called from: file, number, function and text, or an empty text.
 
     Args:
-        frame: Frame of the call. Callers of it are looked at, from the inside outwards.
+        frame: Frame of the call. Its callers are searched from the inside outwards.
     """
     for each in callers(frame):
         if not package_of(each.f_code.co_filename):
@@ -114,7 +114,7 @@ def users_line(frame: FrameType | None) -> str:
 
 
 def shown_line(frame: FrameType, number: int) -> str:
-    """Return a line of a frame's file as messages show it."""
+    """Return a line of a frame's file in the format of messages."""
     code = frame.f_code
     text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
     return f"{os.path.basename(code.co_filename)}:{number}, in {code.co_name}: {text}"
@@ -122,7 +122,7 @@ def shown_line(frame: FrameType, number: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def package_of(path: str) -> str:
-    """Return the name of the library that a file belongs to. Empty for the user's own code."""
+    """Return the name of the library that contains a file, or an empty text for the user's own code."""
     if Path(path).is_relative_to(_OURS):
         return _OURS.name
     parts = Path(path).parts

@@ -1,7 +1,7 @@
-"""The end of an accumulation window: what each rank has back-propagated, and the one factor of all gradients that follows from it.
+"""The end of an accumulation window: what each rank has back-propagated, and the factor of all gradients that follows from it.
 
-``Note`` is what a rank sends, ``end_of_window`` a rule over the notes of all ranks: an error that is the same on every rank, or the factor
-(``accumulation`` has the mathematics). A rank that left out a micro-batch sends smaller sums.
+``Note`` is what a rank sends. ``end_of_window`` is a rule over the notes of all ranks, which gives the factor or an error that is the same
+on every rank (``accumulation`` describes the mathematics). A rank that skipped a micro-batch sends smaller sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from lightning_ddp_losses.distributed.window_parts import EQUAL, Term, WindowCall, is_equal, other_slopes
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
-_TOTALS = 1e-6  # relative difference of totals that counts as rounding
+_TOTALS = 1e-6  # relative difference of totals that is attributed to rounding
 
 
 @dataclass
@@ -23,14 +23,14 @@ class Note:
     """What one rank has back-propagated in a window.
 
     Attributes:
-        counts: By term, the sum of the counts of its parts. For terms that every rank computes from all rows, those of all ranks.
-            For sums the number of their parts.
-        calls: By term that all ranks have to back-propagate together, or may have to, the numbers of its calls.
-        learned: Terms with a learned weight. Its gradient is that of the values, which are over the rows of all ranks.
+        counts: By term, the sum of the counts of its parts. If every rank computes the term from all rows, the counts of all ranks.
+            For sums, the number of their parts.
+        calls: For each term that all ranks have to back-propagate together, or may have to, the numbers of its calls.
+        learned: Terms with a learned weight. The weight's gradient consists of the values, which are over the rows of all ranks.
         totals: By term with an expected total, the sum of its totals over all ranks. None if one of them is unknown.
         slopes: By term, its upstream gradient.
-        unnamed: The losses that have no name.
-        failure: Text of an error of this rank. Empty without one.
+        unnamed: The losses without a name.
+        failure: Text of an error of this rank, or an empty text.
     """
 
     counts: dict[str, float] = field(default_factory=dict)
@@ -48,10 +48,10 @@ class Note:
         Args:
             calls: Its calls of losses, in their order.
             unnamed: Losses without a name in each micro-batch.
-            of_all: Whether to take the counts of all ranks, where each is known to have back-propagated the same.
+            of_all: Whether to use the counts of all ranks, if each rank is known to have back-propagated the same.
 
         Raises:
-            ConfigurationError: for micro-batches with other losses without a name.
+            ConfigurationError: if micro-batches have different losses without a name.
         """
         by_micro_batch = list(unnamed.values())
         if any(names != by_micro_batch[0] for names in by_micro_batch):
@@ -88,7 +88,7 @@ class Note:
 
 
 def _count_of(call: WindowCall, index: int, *, of_all: bool) -> float:
-    """Return what a part counts on this rank, or on all."""
+    """Return the count of a part on this rank, or on all ranks."""
     part, term = call.parts[index], call.terms[index]
     if term.kind == "sum":
         return 1.0
@@ -104,13 +104,13 @@ def end_of_window(terms: Collection[Term], calls: Sequence[WindowCall], notes: S
     Args:
         terms: Terms of the window.
         calls: Its calls of losses on this rank.
-        notes: Of all ranks, in rank order.
+        notes: Notes of all ranks, in rank order.
 
     Raises:
         ConfigurationError: with the same text on every rank that has these terms.
     """
     _compare_ranks(terms, notes)
-    # 1. what the terms count over all ranks
+    # 1. the counts of the terms over all ranks
     counted: dict[int, float] = {}
     titles: dict[int, Term] = {}
     for term in terms:
@@ -129,7 +129,7 @@ def end_of_window(terms: Collection[Term], calls: Sequence[WindowCall], notes: S
         divisor = term.divisor or 1.0
         factors.append(1.0 if term.kind == "sum" else divisor / counted[id(term)])
     if not factors:
-        return 1.0  # no row counts, so no gradient is to be corrected
+        return 1.0  # no row was counted, so there is nothing to correct
     expect(
         all(is_equal(factor, factors[0]) for factor in factors),
         "accumulation window: losses with different divisors",
@@ -143,14 +143,14 @@ def end_of_window(terms: Collection[Term], calls: Sequence[WindowCall], notes: S
 
 
 def refuse_failures(notes: Sequence[Note]) -> None:
-    """Raise the first error of the ranks on all of them."""
+    """Raise the first error of any rank on all ranks."""
     for note in notes:
         if note.failure:
             raise ConfigurationError(note.failure, collective=True)
 
 
 def _compare_ranks(terms: Collection[Term], notes: Sequence[Note]) -> None:
-    """Refuse ranks with other losses, other upstream gradients, or with parts that only some of them back-propagated."""
+    """Reject ranks with different losses, different upstream gradients, or parts that only some of them back-propagated."""
     unnamed = [note.unnamed for note in notes]
     if any(names != unnamed[0] for names in unnamed):
         raise _other_losses("on each rank", dict(enumerate(unnamed)))
@@ -193,7 +193,7 @@ def _other_losses(where: str, found: Mapping[int, Sequence[str]]) -> Configurati
 
 
 def _counted(term: Term, notes: Sequence[Note]) -> float:
-    """Return what a term counts over all ranks."""
+    """Return the count of a term over all ranks."""
     counts = [note.counts[term.key] for note in notes if term.key in note.counts]
     if not counts:
         return 0.0
@@ -201,14 +201,14 @@ def _counted(term: Term, notes: Sequence[Note]) -> float:
 
 
 def _refuse_no_rows(calls: Sequence[WindowCall], counted: Mapping[int, float]) -> None:
-    """Refuse a regulariser that was back-propagated beside a mean that counts no row in the whole window."""
+    """Reject a regulariser that was back-propagated beside a mean without any row in the whole window."""
     for call in calls:
         means = [term for part, term in zip(call.parts, call.terms, strict=True) if part.kind == "mean"]
         has_weight = any(weight for part, weight in zip(call.parts, call.weights, strict=False) if part.kind == "once")
         is_lost = any(part.kind == "once" for part in call.parts) and means and call.is_counted
         if not is_lost or has_weight or any(counted[id(term)] for term in means):
             continue
-        # another call may have it
+        # another call may include it
         others = [each for each in calls if each.is_counted and each.terms == call.terms]
         if any(sum(each.weights) for each in others):
             continue
@@ -222,14 +222,14 @@ def _refuse_no_rows(calls: Sequence[WindowCall], counted: Mapping[int, float]) -
 
 
 def _describe(term: Term, counted: float) -> str:
-    """Return the divisor that was used, and the one that it should have been."""
+    """Return the divisor that was used, and the divisor that would have been correct."""
     if term.kind == "sum":
         return f"{term.title}: a sum, not divided"
     return f"{term.title}: divided by {term.divisor:.17g}, counted {counted:.17g}"
 
 
 def _refuse_other_numbers(what: str, term: Term, expected: float | None, got: float | None) -> None:
-    """Refuse numbers of a window that are not those that the user gave."""
+    """Reject numbers of a window that differ from the user's."""
     if expected is None or got is None:
         return
     rounding = _TOTALS

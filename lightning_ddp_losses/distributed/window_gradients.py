@@ -1,7 +1,7 @@
-"""The gradients of an accumulation window, as its last backward left them.
+"""The gradients of an accumulation window, as left by its last backward.
 
-One factor corrects them when the window ends. So nothing may change them between two backwards, or before the end: not a
-``zero_grad`` that drops a micro-batch, whose counts would stay, nor a clipping that sees gradients before they are corrected.
+When the window ends they are corrected by one factor. Nothing may change them between two backwards or before the end: neither a
+``zero_grad`` that drops a micro-batch, whose counts would remain, nor clipping, which would use gradients that are not corrected yet.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ class WindowGradients:
     """The gradients that a window corrects.
 
     Args:
-        parameters: Parameters by name. One that has several names counts once.
+        parameters: Parameters by name. A parameter with several names is counted once.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         by_id = {id(parameter): (name, parameter) for name, parameter in parameters.items()}
         self._parameters = list(by_id.values())
-        # an input of one micro-batch goes with it
+        # weak, because an input of one micro-batch does not outlive it
         self._leaves = WeakTensorKeyDictionary()
         self._seen: list[_Seen] | None = None
 
     def refuse_left(self) -> None:
-        """Refuse gradients that were there before the window, which would be corrected with it.
+        """Reject gradients from before the window, which would be corrected together with the window's gradients.
 
         Raises:
             ConfigurationError: naming a parameter.
         """
         for i, (name, parameter) in enumerate(self._parameters):
-            # one that was looked at and has not changed since is not read again
+            # a gradient that was checked and has not changed since is not read again
             if self._seen is None or not _is_same(self._seen[i], _state_of(parameter)):
                 _refuse_left_gradient(f"that of `{name}`", parameter)
 
     def take_leaves_(self, leaves: Sequence[Tensor]) -> None:
-        """Correct the gradients of further tensors, too.
+        """Also correct the gradients of further tensors.
 
         Raises:
-            ConfigurationError: for one with a gradient from before the window.
+            ConfigurationError: for a tensor with a gradient from before the window.
         """
         for leaf in leaves:
             if leaf not in self._leaves:
@@ -55,11 +55,11 @@ class WindowGradients:
                 self._leaves[leaf] = True
 
     def note(self) -> None:
-        """Note the gradients when a backward has ended. The tensors are held: another one could get the id of one that is gone."""
+        """Record the gradients after a backward. The tensors are held, because the id of a freed tensor may be reused."""
         self._seen = [_state_of(parameter) for _, parameter in self._parameters]
 
     def refuse_changed(self) -> None:
-        """Refuse gradients that were dropped or changed since the last backward.
+        """Reject gradients that were dropped or changed since the last backward.
 
         Raises:
             ConfigurationError: naming parameters.
@@ -85,7 +85,7 @@ class WindowGradients:
 
         Args:
             factor: Factor of the window.
-            divided_by: Factor of the reduction by ``fully_shard``, which the gradients that it does not divide must not have.
+            divided_by: Factor for the reduction by ``fully_shard``, which is removed from gradients that ``fully_shard`` does not divide.
         """
         found = [parameter.grad for _, parameter in self._parameters]
         found += [leaf.grad for leaf in self._leaves]
@@ -97,7 +97,7 @@ class WindowGradients:
         self._seen = None
 
     def drop_(self) -> None:
-        """Drop the gradients of a window that has failed. Before it they were none, or zeros."""
+        """Drop the gradients of a failed window, which did not exist or were zero before it."""
         for parameter in (*(parameter for _, parameter in self._parameters), *self._leaves):
             parameter.grad = None
         self._seen = None

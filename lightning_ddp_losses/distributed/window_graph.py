@@ -1,11 +1,11 @@
-"""What a backward in an accumulation window runs through: from its root to the parts of losses, and from these to their leaves.
+"""The graph of a backward in an accumulation window: from its root to the parts of losses, and from these to their leaves.
 
-One factor corrects all gradients at the end of a window. That is right if the value that is back-propagated is a weighted sum of parts:
-from the root to each part there are only sums, views, and products with a number without gradient. ``WindowGraph`` proves that before
-each backward. With counts each value is a share of the window's loss, so other terms may be added, and weights may be learned: the other
-factors of a product may have gradients, but no loss may be below them. Anything else is an error that names the path and the fix.
+One factor corrects all gradients at the end of a window. This is correct if the back-propagated value is a weighted sum of parts: from the
+root to each part there are only sums, views, and products with a number without gradient. ``WindowGraph`` verifies this before each
+backward. With counts each value is a share of the window's loss, so other terms may be added and weights may be learned: the remaining
+factors of a product may have gradients, but must not depend on a loss. Anything else is an error that names the path and the fix.
 
-Below the parts it looks at the leaves. A loss that depends on another one is an error, and so is a parameter of a module that the window
+Below the parts, the leaves are checked. A loss that depends on another loss is an error, and so is a parameter of a module that the window
 does not correct. Other tensors with a gradient (an input, a plain tensor that is trained) are corrected like parameters.
 """
 
@@ -23,9 +23,9 @@ from lightning_ddp_losses.distributed.window_parts import WindowCall, has_parts,
 from lightning_ddp_losses.errors import ConfigurationError
 
 TITLE = "lightning_ddp_losses: loss"
-"""Key of a graph node's metadata: the name of the loss that has its value from the node."""
+"""Key of a graph node's metadata: the name of the loss whose value the node computed."""
 
-# nodes that add, pass on or select values
+# nodes that add, forward or select values
 _LINEAR = re.compile(
     "(Add|Sub|Rsub|Neg|Sum|Mean|Stack|Cat|Select|Slice|Index|Split|Chunk|Unbind|View|UnsafeView|ReshapeAlias|Alias|AsStrided|Squeeze|"
     "Unsqueeze|Expand|Clone|ToCopy|_DDPSink)Backward[0-9]*$"
@@ -39,7 +39,7 @@ _Place = tuple[Any, bool]  # a node, and whether a function above it is not line
 
 
 def nodes_of(roots: Sequence[Tensor]) -> list[Any]:
-    """Return the graph nodes that made some values. A value without a graph has none."""
+    """Return the graph nodes that computed some values, skipping values without a graph."""
     return [root.grad_fn for root in roots if root.grad_fn is not None]
 
 
@@ -48,10 +48,10 @@ class WindowGraph:
 
     Args:
         parameters: Corrected parameters, by name.
-        modules: Modules with parameters that ``fully_shard`` may divide. Then the gathered tensors stand in graphs.
+        modules: Modules whose parameters ``fully_shard`` may divide, in which case graphs contain the gathered tensors.
 
     Attributes:
-        has_others: Whether something besides losses that are weighed by numbers was back-propagated.
+        has_others: Whether something other than losses weighed by numbers was back-propagated.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
@@ -67,7 +67,7 @@ class WindowGraph:
             takes_others: Whether other terms may be added to the losses, and their weights may be learned.
 
         Raises:
-            ConfigurationError: for what is no weighted sum of losses.
+            ConfigurationError: for a value that is not a weighted sum of losses.
         """
         found: dict[WindowCall, None] = {}
         below: list[Any] = []
@@ -110,15 +110,15 @@ class WindowGraph:
         return list(found), below
 
     def leaves_below(self, nodes: Sequence[Any], title: str, *, is_checkpoint: bool = False) -> list[Tensor]:
-        """Return the leaves below some losses that are no parameter of the window.
+        """Return the leaves below some losses that are not parameters of the window.
 
         Args:
             nodes: Nodes below a loss.
             title: Title of the loss in messages.
-            is_checkpoint: Whether the nodes are those of a re-entrant checkpoint, in its own backward.
+            is_checkpoint: Whether the nodes belong to a re-entrant checkpoint, in its own backward.
 
         Raises:
-            ConfigurationError: for a loss that depends on another one, or is computed again, and for a parameter of another module.
+            ConfigurationError: for a loss that depends on another one, or is recomputed, and for a parameter of another module.
         """
         leaves = []
         for node, _ in walk_graph([], nodes=nodes):
@@ -157,7 +157,7 @@ class WindowGraph:
         return id(variable) in self._names
 
     def _name_of(self, node: Any) -> str | None:
-        """Return the name of the leaf of a node in messages. None for any other node."""
+        """Return the name of a node's leaf in messages, or None for a node without a leaf."""
         if node.name() == _CHECKPOINT:
             return "the parameters of a re-entrant checkpoint"
         variable = getattr(node, "variable", None)
@@ -169,7 +169,7 @@ class WindowGraph:
         return f"a {kind} of shape {tuple(variable.shape)}"
 
     def _no_divisor(self, leaf: _Place, above: Mapping[_Place, _Place | None]) -> ConfigurationError:
-        """Return the error for a path to a parameter that passes none of the losses."""
+        """Return the error for a path to a parameter that does not pass through any of the losses."""
         path = _path_to(leaf, above)
         titles = _titles(path)
         if titles:
@@ -191,23 +191,23 @@ class WindowGraph:
 
 
 def _is_linear(node: Any) -> bool:
-    """Return whether a node's value is a weighted sum of those below it, with weights that have no gradient."""
+    """Return whether a node's value is a weighted sum of the values below it, with weights that do not have a gradient."""
     name = node.name()
     if _LINEAR.match(name) or attaches_zero_grad(node):
         return True
     if not _PRODUCT.match(name):
         return False
     children = [child for child, _ in node.next_functions]
-    # a quotient's first factor is the one that may have a gradient
+    # in a quotient only the numerator may have a gradient
     is_numerator = not name.startswith("Div") or children[0] is not None
     return is_numerator and sum(child is not None for child in children) == 1
 
 
 def _note_learned_weights(bent: Sequence[_Place], above: Mapping[_Place, _Place | None]) -> None:
-    """Refuse what is not linear in the losses. Their weights may have gradients, and that is noted.
+    """Reject values that are not linear in the losses. Weights may have gradients, in which case the call is marked.
 
     Args:
-        bent: Places of losses in question.
+        bent: Places of the losses to check.
         above: All places that the walk has found.
     """
     # 1. the nodes that are above some loss
@@ -217,7 +217,7 @@ def _note_learned_weights(bent: Sequence[_Place], above: Mapping[_Place, _Place 
             for child in _children_of(node):
                 parents.setdefault(child, set()).add(node)
     of_losses = _and_above([node for node, _ in above if window_call(node) is not None], parents)
-    # 2. each of them adds, or multiplies one of them by something else
+    # 2. each of them must add values, or multiply one of them by something independent of the losses
     for place in bent:
         call = window_call(place[0])
         assert call is not None
@@ -228,7 +228,7 @@ def _note_learned_weights(bent: Sequence[_Place], above: Mapping[_Place, _Place 
 
 
 def _and_above(nodes: Sequence[Any], parents: Mapping[Any, set[Any]]) -> set[Any]:
-    """Return some nodes and all above them."""
+    """Return some nodes and all nodes above them."""
     queue = list(nodes)
     seen = set(queue)
     for node in queue:
@@ -250,7 +250,7 @@ def _is_weighed(node: Any, of_losses: set[Any]) -> bool:
 
 
 def _children_of(node: Any) -> list[Any]:
-    """Return the nodes that get a gradient from a node, without those that get zeros."""
+    """Return the nodes that receive a gradient from a node, except those that receive only zeros."""
     children = node.next_functions
     if attaches_zero_grad(node):
         children = children[:1]
@@ -273,6 +273,6 @@ def _path_to(place: _Place, above: Mapping[_Place, _Place | None]) -> list[Any]:
 
 
 def _functions_above(place: _Place, above: Mapping[_Place, _Place | None]) -> str:
-    """Return the functions of a loss that are back-propagated, for messages. Those that only add or pass on are left out."""
+    """Return the functions of a loss that are back-propagated, for messages, without those that only add or forward values."""
     names = [node.name() for node in _path_to(place, above)[:-1]]
     return "".join(f"{name} of " for name in names if not _SHOWN_NOT.match(name))

@@ -1,11 +1,11 @@
 """The parts of losses in an accumulation window: their counts, the terms that they belong to, and their weights in backward.
 
 A loss that is called in a window marks the value of each of its parts (``WindowCall.mark``). When the value is back-propagated, its
-gradient is multiplied by the part's weight, and the upstream gradient is noted. It must be the same in every micro-batch
-(``SlopeCheck``). ``accumulation`` has the mathematics.
+gradient is multiplied by the part's weight, and the upstream gradient is recorded. It must be the same in every micro-batch
+(``SlopeCheck``). ``accumulation`` describes the mathematics.
 
-A ``Term`` is what the parts of all micro-batches add up to. It is known by the path of its loss in the module, by the ``name=`` of a
-``global_mean``, else by the line of the program that calls it (``calling_line``).
+A ``Term`` is the total of the parts of all micro-batches. It is identified by the path of its loss in the module, by the ``name=`` of a
+``global_mean``, or otherwise by the line of the program that calls it (``calling_line``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.user_line import callers
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
-EQUAL = 1e-12  # relative difference of two factors that counts as rounding
-_SUMMED = 64  # units in the last place that a sum of weights may be off by
+EQUAL = 1e-12  # relative difference of two factors that is attributed to rounding
+_SUMMED = 64  # units in the last place by which a sum of weights may differ
 _PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
 _LIBRARIES = ("lightning_ddp_losses", "torch", "torchmetrics", "pytorch_metric_learning")
 _PROGRAMS = "lightning_ddp_losses.demo"
-_TOP_NODES = 16  # of a value, among which its parts are
+_TOP_NODES = 16  # number of nodes of a value's graph that are searched for its parts
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class WindowPart:
 
     Attributes:
         kind: Kind in the table of ``accumulation``.
-        count: N_m of a mean over all ranks. Outside a window it may still be on its device.
+        count: N_m of a mean over all ranks. Outside of a window it may still be on its device.
         own_count: This rank's share of it. If None, each rank computes the part from the rows of all ranks, and all ranks have to
             back-propagate the same micro-batches.
-        total: S_m over all ranks, of a ``global_mean`` on the CPU. If None, it is unknown.
+        total: S_m over all ranks, of a ``global_mean`` on the CPU. None if unknown.
     """
 
     kind: Literal["mean", "sum", "once"]
@@ -57,15 +57,15 @@ class Term:
     """The parts of one loss in all micro-batches of a window.
 
     Attributes:
-        key: Text, the same on all ranks whose rows it counts.
+        key: Text that is the same on all ranks whose rows it counts.
         name: Name of the loss (``WindowTerms.known_as``). Empty before its first call.
         title: Title of the loss in messages.
-        kind: ``"beside"`` is a regulariser without rows, which is corrected as the mean next to it.
-        expected: The sum over its ranks of the given ``counts``.
-        expected_total: The sum over its ranks of the given ``totals``.
-        estimate: D, the same on all ranks. None until a count was not zero.
+        kind: ``"beside"`` is a regulariser without rows, which is corrected in the same way as the mean next to it.
+        expected: The sum of the given ``counts`` over its ranks.
+        expected_total: The sum of the given ``totals`` over its ranks.
+        estimate: D, the same on all ranks. None until the first nonzero count.
         is_together: Whether all ranks have to back-propagate the same micro-batches.
-        rounding: Relative difference of counts that are no whole numbers (sums of weights in the precision of the loss).
+        rounding: Relative tolerance for counts that are not whole numbers (sums of weights in the precision of the loss).
     """
 
     key: str
@@ -79,7 +79,7 @@ class Term:
     rounding: float = EQUAL
 
     def take_(self, part: WindowPart, micro_batches: int) -> None:
-        """Take a part of the next micro-batch. The first count that is not zero gives the estimate."""
+        """Add a part of the next micro-batch. The first nonzero count determines the estimate."""
         if self.estimate is None and part.kind == "mean" and part.count:
             self.estimate = float(part.count) * micro_batches
         if part.own_count is None and part.kind == "mean":
@@ -87,7 +87,7 @@ class Term:
 
     @property
     def divisor(self) -> float | None:
-        """Return what backward divides by: the expected count, else the estimate."""
+        """Return what backward divides by: the expected count if given, otherwise the estimate."""
         return self.expected or self.estimate
 
     @property
@@ -102,14 +102,14 @@ class WindowCall:
 
     Attributes:
         title: Title of the loss in messages.
-        micro_batch: Number of its micro-batch. None if the program declares none.
+        micro_batch: Number of its micro-batch. None if the program does not declare any.
         parts: Parts of its value, over all ranks.
         terms: The term of each part.
-        values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
+        values: Value of each part in the whole window, if ``totals`` were given, otherwise None.
         weights: Factor of the gradient of each part, once the call is back-propagated.
-        is_share: Whether the value of each part has the same factor, as counts were given.
-        slopes: Upstream gradient of each part. None for a part that was not back-propagated, or counts nothing.
-        is_weighed: Whether a value with a gradient multiplies it: its weight is learned.
+        is_share: Whether the value of each part has the same factor, because counts were given.
+        slopes: Upstream gradient of each part. None for a part that was not back-propagated, or has a count of zero.
+        is_weighed: Whether it is multiplied by a value with a gradient, so that its weight is learned.
         is_counted: Whether a backward that ran through it has ended.
     """
 
@@ -125,7 +125,7 @@ class WindowCall:
     is_counted: bool = False
 
     def mark(self, value: Tensor, first: int = 0) -> Tensor:
-        """Return the value of a part, or of several parts from ``first`` on. Its gradient will be weighed, and so is a share's value."""
+        """Return the value of one part, or of parts from ``first`` on, with weighed gradients. The value of a share is weighed as well."""
         rounding = _SUMMED * min(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps)
         for term in self.terms:
             term.rounding = max(term.rounding, rounding)
@@ -133,7 +133,7 @@ class WindowCall:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether one of its means has no count in this micro-batch: a value that may be no number, and no gradient."""
+        """Whether one of its means has a zero count in this micro-batch, so that its value may be NaN and does not have a gradient."""
         return any(part.kind == "mean" and not part.count for part in self.parts)
 
     def note_slopes_(self, grad: Tensor, first: int) -> None:
@@ -155,7 +155,7 @@ class _Part(torch.autograd.Function):
             return value.clone()
         weights = call.weights[first : first + value.numel()]
         share: Tensor = value * _factor(weights, value)
-        if 0.0 in weights:  # a mean without rows may be no number
+        if 0.0 in weights:  # a mean without rows may be NaN
             share = share.masked_fill(_factor(weights, value) == 0, 0.0) if value.ndim else torch.zeros_like(value)
         return share
 
@@ -174,23 +174,23 @@ class _Part(torch.autograd.Function):
 
 
 def _factor(weights: Sequence[float], like: Tensor) -> Any:
-    """Return the weights of some parts as a factor of a tensor: of one part a number."""
+    """Return the weights of some parts as a factor for a tensor, which is a number for a single part."""
     return weights[0] if like.ndim == 0 else like.new_tensor(weights)
 
 
 def is_equal(left: float, right: float) -> bool:
-    """Return whether two counts or factors differ by rounding at most."""
+    """Return whether two counts or factors differ by at most rounding."""
     return math.isclose(left, right, rel_tol=EQUAL)
 
 
 def window_call(node: Any) -> WindowCall | None:
-    """Return the call of a loss that made its value at a graph node. None for other nodes."""
+    """Return the loss call whose value a graph node computed, or None for other nodes."""
     found: WindowCall | None = getattr(node, "window_call", None)
     return found
 
 
 def counts_nothing(loss: Tensor) -> bool:
-    """Return whether a loss in a window depends on a mean without a count in this micro-batch, so it adds no part to the window."""
+    """Return whether a loss in a window depends on a mean with a zero count in this micro-batch, so it does not add to the window."""
     for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
         call = window_call(node)
         if call is not None and call.counts_nothing:
@@ -199,16 +199,16 @@ def counts_nothing(loss: Tensor) -> bool:
 
 
 def is_window_part(value: Tensor) -> bool:
-    """Return whether a value was marked as a part of a window just now."""
+    """Return whether a value has just been marked as a part of a window."""
     walk = walk_graph([value], through=lambda node: window_call(node) is None)
     top = itertools.islice(walk, _TOP_NODES)
     return any(window_call(node) is not None for node, _ in top)
 
 
 def calling_line() -> str:
-    """Return the file and the line of the program that calls a loss: the innermost line outside of the libraries of losses.
+    """Return the file and line of the program that calls a loss: the innermost line outside of the libraries of losses.
 
-    An installed package that calls losses is a program here, which ``users_line`` would leave out: its lines tell the losses apart.
+    Unlike in ``users_line``, an installed package that calls losses counts as a program, because its lines distinguish the losses.
     """
     for frame in callers(inspect.currentframe()):
         module = str(frame.f_globals.get("__name__", ""))
@@ -218,19 +218,19 @@ def calling_line() -> str:
 
 
 def note_parts(value: Tensor, parts: Callable[[], Sequence[WindowPart]]) -> None:
-    """Note the parts of a global loss, for checks that look at its graph. Only they compute them."""
+    """Attach the parts of a global loss to its value, for checks of the graph. They are computed only if a check requests them."""
     if value.grad_fn is not None:
         notes: Any = value.grad_fn.metadata
         notes[_PARTS] = parts
 
 
 def has_parts(node: Any) -> bool:
-    """Return whether a graph node made the value of a global loss."""
+    """Return whether a graph node computed the value of a global loss."""
     return _PARTS in node.metadata
 
 
 def noted_parts(node: Any) -> Sequence[WindowPart] | None:
-    """Return the parts of the global loss that made its value at a graph node. None for other nodes."""
+    """Return the parts of the global loss whose value a graph node computed, or None for other nodes."""
     parts: Callable[[], Sequence[WindowPart]] | None = node.metadata.get(_PARTS)
     return None if parts is None else parts()
 
@@ -266,7 +266,7 @@ def _are_not_numbers(left: float, right: float) -> bool:
 
 
 class SlopeCheck:
-    """Compares the upstream gradients of a window. Those on an accelerator are compared when the next one ends: the host does not wait."""
+    """Compares the upstream gradients of a window, on an accelerator when the next window ends, so that the host does not wait."""
 
     def __init__(self) -> None:
         self._late: list[_TermSlopes] = []
@@ -275,13 +275,13 @@ class SlopeCheck:
         """Compare the micro-batches of a window that ends.
 
         Args:
-            calls: Counted calls of the window. None are given when training ends.
+            calls: Counted calls of the window. Empty when training ends.
 
         Returns:
-            The upstream gradient by the key of the term, of this window on the CPU and of the last one on an accelerator.
+            The upstream gradient by the key of the term, of this window on the CPU and of the previous window on an accelerator.
 
         Raises:
-            ConfigurationError: for a loss without the same upstream gradient in all micro-batches.
+            ConfigurationError: for a loss whose upstream gradient differs between micro-batches.
         """
         by_term: dict[str, list[Tensor]] = {}
         titles: dict[str, str] = {}
@@ -306,7 +306,7 @@ def other_slopes(title: str, slopes: Sequence[float]) -> ConfigurationError:
 
 
 def not_a_weighted_sum(got: str) -> ConfigurationError:
-    """Return the error for what is back-propagated and is no weighted sum of losses."""
+    """Return the error for a back-propagated value that is not a weighted sum of losses."""
     return ConfigurationError(
         "accumulation window: what is back-propagated",
         expected="a weighted sum of losses, with the same weights in every micro-batch",
@@ -318,4 +318,4 @@ def not_a_weighted_sum(got: str) -> ConfigurationError:
 
 
 SLOPES = SlopeCheck()
-"""Upstream gradients of the last window on an accelerator wait here."""
+"""Stores the upstream gradients of the last window on an accelerator."""

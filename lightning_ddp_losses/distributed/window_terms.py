@@ -1,8 +1,8 @@
-"""The terms of an accumulation window: by which name a loss is known in all micro-batches, and which counts were given for it.
+"""The terms of an accumulation window: how a loss is identified across micro-batches, and which counts were given for it.
 
-A loss is known by its path in the modules of the window, a ``global_mean`` by its ``name=``. Others are known by the line of the program
-that calls them. A loss that is called several times in a micro-batch has a term for each of its calls, and one with several means, or
-sub-losses, a term for each of these.
+A loss is identified by its path in the modules of the window, a ``global_mean`` by its ``name=``. Otherwise they are identified by the line
+of the program that calls them. A loss that is called several times in a micro-batch has a term for each of its calls, and one with several
+means, or sub-losses, has a term for each of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Counts = float | Mapping[Any, float | Sequence[float]]
 Totals = Mapping[str, float | Sequence[float]]
 """This rank's sums in a whole window, by the name of a ``global_mean``."""
 
-_ALL = object()  # stands for all losses, if one count serves for them
+_ALL = object()  # represents all losses, if one count applies to all of them
 
 
 class WindowTerms:
@@ -37,8 +37,8 @@ class WindowTerms:
 
     Attributes:
         has_counts: Whether the counts of the window were given.
-        has_totals: Whether totals were given, too.
-        averages: Number of micro-batches over whose losses the program takes the mean, once counts are given. Lightning does.
+        has_totals: Whether totals were also given.
+        averages: Number of micro-batches over whose losses the program takes the mean, as Lightning does, if counts are given.
         micro_batches: Number of micro-batches that were declared.
     """
 
@@ -47,9 +47,9 @@ class WindowTerms:
         self.averages = 1
         self.micro_batches = 0
         self._modules = modules
-        self._terms: dict[tuple[str, int, int], Term] = {}  # by name, number of the call in its micro-batch, and part
+        self._terms: dict[tuple[str, int, int], Term] = {}  # by name, index of the call in its micro-batch, and part
         self._expected_of_all: float | None = None
-        self._given: list[object] = []  # losses outside the modules that counts were given for
+        self._given: list[object] = []  # losses outside of the modules for which counts were given
 
     def all(self) -> Collection[Term]:
         """Return each term once."""
@@ -83,7 +83,7 @@ class WindowTerms:
 
     @functools.cached_property
     def _losses(self) -> dict[str, nn.Module]:
-        """The modules by path, outer ones first, without the prefixes of wraps."""
+        """The modules by path, outer ones first, without the prefixes of wrappers."""
         found: dict[str, nn.Module] = {}
         for prefix, module in self._modules.items():
             for name, inner in module.named_modules(prefix=prefix):
@@ -102,14 +102,14 @@ class WindowTerms:
 
     @functools.cached_property
     def _paths(self) -> dict[int, str]:
-        """The first path of each module. A loss inside a global one has the path of the global one."""
+        """The first path of each module. A loss inside a global loss has the path of the global loss."""
         found: dict[int, str] = {}
         for path, module in self._losses.items():
             found.setdefault(id(_inner(module)), path)
         return found
 
     def term(self, name: str, call: int, part: int, title: str, ranks: Sequence[int]) -> Term:
-        """Return the term of a part of the n-th call of a loss in each micro-batch."""
+        """Return the term of a part of the loss call with this index in each micro-batch."""
         term = self._terms.get((name, call, part))
         if term is None:
             term = self._terms[name, call, part] = Term("", title, expected=self._expected_of_all)
@@ -121,15 +121,15 @@ class WindowTerms:
             fix="Give the global_mean a name= that is no path of a loss in the model.",
         )
         term.name = name
-        # a loss of some ranks has its own counts there
+        # a loss over some of the ranks has separate counts for them
         term.key = f"{name}|{call}|{part}|{ranks[0]}+{len(ranks)}"
         term.title = title
         return term
 
-    # ------------------------------------------------------------------ counts that are known before
+    # ------------------------------------------------------------------ counts that are known in advance
 
     def checked(self, counts: Counts | None, totals: Totals | None) -> tuple[list[str], list[list[float]]]:
-        """Return the titles and the numbers of ``expect_counts``, of the counts first.
+        """Return the titles and the numbers of ``expect_counts``, the counts before the totals.
 
         Raises:
             InputError: for a count that is negative or not finite, and for a total without a count.
@@ -155,7 +155,7 @@ class WindowTerms:
         return titles, own
 
     def expect_(self, counts: Counts | None, totals: Totals | None, sums: Sequence[Sequence[float]]) -> None:
-        """Take the numbers of ``expect_counts`` over all ranks, in the order of ``checked``."""
+        """Set the numbers of ``expect_counts`` over all ranks, in the order of ``checked``."""
         by_loss = _by_loss(counts)
         totals = totals or {}
         for source, several in zip(by_loss, sums, strict=False):
@@ -168,13 +168,13 @@ class WindowTerms:
         self.has_totals |= bool(totals)
 
     def _expect_count_(self, source: object, several: Sequence[float]) -> None:
-        """Take the counts of one loss over all ranks."""
+        """Set the counts of one loss over all ranks."""
         if source is _ALL:
             (self._expected_of_all,) = several
             return
         names = []
         if isinstance(source, str):
-            # the name of a global_mean, or the path of a module. The first call decides
+            # either the name of a global_mean or the path of a module, decided by the first call
             names.append(f"mean {source}")
         inner = _inner(self._losses.get(source) if isinstance(source, str) else source)
         path = self._paths.get(id(inner))
@@ -186,7 +186,7 @@ class WindowTerms:
         for i, number in enumerate(several):
             term = Term(f"{names[0]}|{i}", _title_of(source), expected=number)
             for name in names:
-                # several calls of one mean each, or one call of several means
+                # several calls with one mean each, or one call with several means
                 self._terms[name, i, 0] = self._terms[name, 0, i] = term
 
 
@@ -200,7 +200,7 @@ def _numbers(title: str, given: object, *, is_count: bool) -> list[float]:
     """Return one number, or several, as a list.
 
     Raises:
-        InputError: for what is no finite number, and for a negative count.
+        InputError: for a value that is not a finite number, and for a negative count.
     """
     several: Any = given.tolist() if isinstance(given, Tensor) else given
     if not isinstance(several, Sequence) or isinstance(several, str):
@@ -214,14 +214,14 @@ def _numbers(title: str, given: object, *, is_count: bool) -> list[float]:
 
 
 def add_counts(title: str, of_batches: Sequence[object]) -> Counts:
-    """Return the counts of several batches together.
+    """Return the total counts of several batches.
 
     Args:
-        title: Name of what has counted, in messages.
-        of_batches: The counts of each batch, as those of a window.
+        title: Name of the source of the counts, in messages.
+        of_batches: The counts of each batch, in the same form as the counts of a window.
 
     Raises:
-        InputError: for counts that are no finite numbers or negative, and for other losses, or numbers of calls, in some batches.
+        InputError: for counts that are negative or not finite, and if batches differ in their losses or numbers of calls.
     """
     sums: dict[Any, list[float]] = {}
     for number, counts in enumerate(of_batches):
@@ -252,7 +252,7 @@ def _described(counts: Mapping[Any, Sequence[float]]) -> str:
 
 
 def _inner(source: object) -> object:
-    """Return the loss inside a global one, or the loss itself."""
+    """Return the loss inside a global loss, or the loss itself."""
     return getattr(source, "loss", source) if getattr(source, "sees_global_batch", False) else source
 
 

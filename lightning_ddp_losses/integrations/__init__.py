@@ -1,4 +1,4 @@
-"""The same losses in other hosts than Lightning's Trainer: one file for each host. It is imported when it is asked for.
+"""The same losses in other hosts than Lightning's Trainer: one file per host, imported only when used.
 
 | file | host |
 |---|---|
@@ -6,8 +6,8 @@
 | ``hf_trainer`` | Hugging Face's Trainer: ``hf_loss``, the gradient of one process under DDP and accumulation |
 | ``sentence_transformers`` | sentence-transformers: four of its losses over the rows of all ranks |
 
-``TESTED`` names the releases of hosts that the tests run with. accelerate needs no file: ``ddp-losses explain migrate accelerate``. There
-is a recipe for each host.
+``TESTED`` lists the releases of hosts with which the tests run. accelerate does not need a file:
+``ddp-losses explain migrate accelerate``. There is a recipe for each host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_ddp_losses.strategies.ddp_setup import register_aliases
 __all__ = ["register_fabric_strategies"]
 
 TESTED = {"sentence-transformers": ("6.2",), "transformers": ("5.23", "5.24"), "accelerate": ("1.15",)}
-"""By distribution, the releases that the tests run with."""
+"""Releases with which the tests run, by distribution."""
 
 
 def _make_fabric_strategy(**options: Any) -> FabricDDPStrategy:
@@ -39,11 +39,11 @@ def register_fabric_strategies() -> None:
 
 
 def warn_untested(host: str, check: str) -> None:
-    """Warn of a release that the tests do not run with.
+    """Warn about a release with which the tests do not run.
 
     Args:
         host: Name of the distribution.
-        check: A way to try whether the release works.
+        check: A way to check whether the release works.
     """
     found = version(host)
     if found.rpartition(".")[0] not in TESTED[host]:

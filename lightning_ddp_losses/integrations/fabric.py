@@ -1,6 +1,6 @@
-"""`FabricDDPLossStrategy`: what ``DDPLossStrategy`` does for learnable losses, in a hand-written loop of Lightning Fabric.
+"""`FabricDDPLossStrategy`: support for learnable losses as in ``DDPLossStrategy``, in a hand-written loop of Lightning Fabric.
 
-The parts of the Trainer's strategy work here as they are: the reduction of the losses' gradients and the call check in each
+The parts of the Trainer's strategy are reused: the reduction of the losses' gradients and the call check in each
 ``fabric.backward``, full precision around each loss, and class weights that are divided over the ranks.
 """
 
@@ -34,18 +34,18 @@ from lightning_ddp_losses.strategies.shards import Shards, map_optimizer_state, 
 class FabricDDPLossStrategy(DDPStrategy):
     """DDP for Fabric that also reduces every learnable loss: ``Fabric(strategy="ddp_losses")``.
 
-    A loss may lie inside the module that ``fabric.setup`` gets, or be set up by itself (``fabric.setup_module(loss)``). Either way
-    attributes, parameter names and checkpoint keys stay those of the plain module.
+    A loss may be inside the module that is passed to ``fabric.setup``, or be set up separately (``fabric.setup_module(loss)``). In both
+    cases attributes, parameter names and checkpoint keys are the same as for the plain module.
 
-    * ``fabric.backward`` reduces the losses' gradients, unless ``fabric.no_backward_sync`` blocks it for any module. What has accumulated
-      is reduced in the next backward that synchronises.
-    * ``fabric.clip_gradients(max_norm=...)`` takes the norm over the classes of all ranks.
-    * ``fabric.save`` writes whole weights and ``fabric.load`` keeps this rank's classes, so a checkpoint moves between one process and any
-      number of ranks. All ranks call both.
+    * ``fabric.backward`` reduces the losses' gradients, unless ``fabric.no_backward_sync`` blocks this for any module. Accumulated
+      gradients are reduced in the next backward that synchronises.
+    * ``fabric.clip_gradients(max_norm=...)`` uses the norm over the classes of all ranks.
+    * ``fabric.save`` writes whole weights and ``fabric.load`` keeps this rank's classes, so a checkpoint can be moved between one process
+      and any number of ranks. Collective: call both on all ranks.
     * ``accumulation_window`` and ``fabric.all_gather`` work as without this strategy.
 
-    Options of ``DDPLossStrategy`` that concern loaders, evaluation and the Trainer's checkpoints do not exist here, and the hooks of
-    ``DDPChecks`` are not run. Half-precision weights (``precision="bf16-true"``) stay half, also those of losses.
+    Options of ``DDPLossStrategy`` that concern loaders, evaluation and the Trainer's checkpoints are not available, and the hooks of
+    ``DDPChecks`` are not run. Half-precision weights (``precision="bf16-true"``) stay in half precision, including the weights of losses.
 
     Args:
         **ddp_kwargs: Arguments of ``lightning.fabric.strategies.DDPStrategy``.
@@ -53,7 +53,7 @@ class FabricDDPLossStrategy(DDPStrategy):
     Raises:
         ConfigurationError: for unknown options, and for a norm other than the 2-norm over divided classes.
         LossCallError: on every rank, for a loss that ran on some ranks only.
-        RankMismatchError: on every rank, for modules with other names, shapes or dtypes on some ranks.
+        RankMismatchError: on every rank, for modules whose names, shapes or dtypes differ between ranks.
 
     Example:
         >>> from lightning.fabric import Fabric
@@ -65,9 +65,9 @@ class FabricDDPLossStrategy(DDPStrategy):
         super().__init__(**ddp_kwargs)
         ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
         self._blocked = self._backward_sync_control = _BlockedSync()  # type: ignore[assignment]  # their class is private
-        # all modules that were set up, under names that no user sees
+        # all modules that were set up, under internal names
         self._root = pl.LightningModule()
-        self._reduced: list[nn.Parameter] = []  # by their DDPs
+        self._reduced: list[nn.Parameter] = []  # reduced by the modules' DDPs
         self._ignored: set[str] = set()  # names that the user excluded from DDP
         self._first_bucket = math.inf  # bytes of gradient that must be ready before a DDP sends any
         self._patches: list[LossForwardPatch] = []
@@ -75,13 +75,13 @@ class FabricDDPLossStrategy(DDPStrategy):
         self._call_check: CallCheck | None = None
         self._backwards = 0
         self._advice = Advice()
-        # the part of a fit that looks after divided classes
+        # the part of a fit that handles divided classes
         self._fit = SimpleNamespace(optimizers=[], precision_plugin=None)
         fit = SimpleNamespace(module=self._root, strategy=self._fit)
         self._sharding = Shards(cast("Any", fit), lambda root: dict(root.named_parameters()))
 
     def setup_environment(self) -> None:
-        """Start the world, and give its time-out to the groups of this package."""
+        """Start the world, and apply its timeout to the groups of this package."""
         super().setup_environment()
         process_groups.set_timeout(self._timeout)
         self._fit.precision_plugin = self.precision
@@ -89,14 +89,14 @@ class FabricDDPLossStrategy(DDPStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # without parameters for DDP there is no wrapper
-        """Wrap a module in a DDP without the losses' parameters. A loss stays as it is. All ranks call this.
+        """Wrap a module in a DDP without the losses' parameters. A loss is not wrapped. Collective: call it on all ranks.
 
         Communication: one handshake for the names, one if classes are divided, a broadcast of the losses' states.
         """
         path = f"module_{len([*self._root.children()])}"
         self._root.add_module(path, module)
         compare_names(module, {})
-        # 1. classes are divided before anything is broadcast
+        # 1. divide classes before anything is broadcast
         self._sharding.setup_new_shards()
         prepare_losses_(self._root)
         # 2. DDP for everything but losses
@@ -124,7 +124,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         self._ignored |= {f"{path}.{name}" for name in plan.ignored_by_user}
         if plan.reduced:
             self._first_bucket = min(self._first_bucket, ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs))
-        # 4. what no DDP of the modules that are set up by now reduces
+        # 4. parameters that none of the DDPs set up so far reduces
         parameters = ReducedParameters(self._root, self._reduced, self._ignored, first_bucket=self._first_bucket)
         self._reducer = LossReducer(parameters)
         parameters.watch([patch.loss.name for patch in self._patches])
@@ -134,7 +134,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let an optimizer step divided classes. One that computes with whole weights is refused."""
+        """Make an optimizer step divided classes. An optimizer that computes with whole weights is rejected."""
         self._fit.optimizers.append(optimizer)
         self._sharding.undo.close()
         self._sharding.install()
@@ -146,12 +146,12 @@ class FabricDDPLossStrategy(DDPStrategy):
         """Run Fabric's backward, then average the losses' gradients over ranks.
 
         Raises:
-            LossCallError: on every rank, for a loss that ran, or that got a gradient, on some ranks only.
+            LossCallError: on every rank, for a loss that ran, or that received a gradient, on some ranks only.
 
-        Communication: next to DDP's, one handshake, one all-reduce for small gradients, one for each over 1 MiB.
+        Communication: in addition to DDP's, one handshake, one all-reduce for small gradients, one for each over 1 MiB.
         """
         check, reducer = self._call_check, self._reducer
-        # what losses compute wide does not come back in halves
+        # keep the precision of losses that computed in a wider dtype
         with without_autocast(("cpu", self.root_device.type)):
             if check is None or reducer is None or self._blocked.is_blocked:
                 super().backward(tensor, module, *args, **kwargs)
@@ -176,7 +176,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm over the parameters of an optimizer, the classes of all ranks among them. Communication: if divided, one sum."""
+        """Clip by the norm over an optimizer's parameters, including the classes of all ranks. Communication: if divided, one sum."""
         parameters = list(self.precision.main_params(optimizer))
         if all(shard_of(parameter) is None for parameter in parameters):
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
@@ -193,22 +193,22 @@ class FabricDDPLossStrategy(DDPStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state of the plain module, with whole weights on rank 0. All ranks call this."""
+        """Return the state of the plain module, with whole weights on rank 0. Collective: call it on all ranks."""
         if isinstance(module, DistributedDataParallel):
             module = module.module
         state = module.state_dict()
-        # also in a module around the ones that were set up
+        # also covers a module around those that were set up
         places = {name: self._sharding.of(parameter) for name, parameter in module.named_parameters()}
         divided = {name: place for name, place in places.items() if place is not None}
         whole = self._sharding.whole_state({place: state[name] for name, place in divided.items()})
         return state | {name: whole[place] for name, place in divided.items()}
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, with the whole of divided classes on rank 0. All ranks call this."""
+        """Return an optimizer's state, with whole divided classes on rank 0. Collective: call it on all ranks."""
         return self._sharding.whole_optimizer_state(optimizer, super().get_optimizer_state(optimizer))
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint into modules and optimizers. They keep this rank's classes."""
+        """Load a checkpoint into modules and optimizers, which keep this rank's classes."""
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, *args, **kwargs)
         own = {name: _OwnPart(value) if isinstance(value, Optimizer) else value for name, value in state.items()}
@@ -218,7 +218,7 @@ class FabricDDPLossStrategy(DDPStrategy):
 
 
 class _OwnPart:
-    """Stands for an optimizer that takes this rank's part of a saved state."""
+    """Represents an optimizer that loads this rank's part of a saved state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

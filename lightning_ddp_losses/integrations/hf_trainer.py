@@ -1,8 +1,8 @@
 """`hf_loss`: a loss of one process for Hugging Face's ``Trainer``, under DDP and accumulation.
 
-The Trainer multiplies the result of ``compute_loss_func`` by the number of processes if it has added their items. DDP then takes the mean
-over ranks. ``hf_loss`` divides by that factor beforehand. The first backward shows the factor that the Trainer has applied, and an
-unexpected one is an error.
+The Trainer multiplies the result of ``compute_loss_func`` by the number of processes if it has summed their items. DDP then takes the mean
+over ranks. ``hf_loss`` divides by that factor beforehand. The first backward reveals the factor that the Trainer has applied, and an
+unexpected factor is an error.
 
 | ``average_tokens_across_devices`` | ``num_items_in_batch`` | factor |
 |---|---|---|
@@ -39,25 +39,25 @@ warn_untested("transformers", "The first backward decides: a factor that hf_loss
 def hf_loss(
     loss_or_sum: Callable[[Any, Any], Tensor], count: Callable[[Any, Any], float | Tensor] | None = None
 ) -> TrainerLoss:
-    """Return a loss for ``Trainer(compute_loss_func=loss, callbacks=[loss])``. It has to be given in both places.
+    """Return a loss for ``Trainer(compute_loss_func=loss, callbacks=[loss])``. It has to be passed in both places.
 
     Equivalent to: in one process, the sum over the rows of all ranks and micro-batches, divided by the number of items in them.
 
     Args:
         loss_or_sum: Called with the model's outputs and the labels. It returns the sum over this micro-batch, 0-dim, or the value of one
-            of this package's losses over all ranks (``GlobalBatchLoss``, ``ClipLoss``). Such a value is taken as it is.
-        count: Called with the same. It returns the divisor of this micro-batch's sum. None: labels that are not -100, as the Trainer
-            counts them. Under accumulation it must be None.
+            of this package's losses over all ranks (``GlobalBatchLoss``, ``ClipLoss``), which is used unchanged.
+        count: Called with the same arguments. It returns the divisor of this micro-batch's sum. If None, labels other than -100 are
+            counted, as by the Trainer. Under accumulation it must be None.
 
     Returns:
-        The loss and callback. The value that the Trainer logs is the global one, equal on every rank.
+        The loss and callback. The value that the Trainer logs is the global loss, equal on every rank.
 
-    Communication: one handshake per micro-batch, on an accelerator a gather more.
+    Communication: one handshake per micro-batch, and a gather on an accelerator.
 
     Raises:
-        ConfigurationError: without the callback, for a loss of ``torch.nn`` that is no sum, for trainable parameters of a loss that are not
-            the model's, under accumulation for a loss over all ranks and for ``count``, and in the first backward if the Trainer has
-            applied another factor.
+        ConfigurationError: without the callback, for a loss of ``torch.nn`` that is not a sum, for trainable parameters of a loss that are
+            not part of the model, under accumulation for a loss over all ranks and for ``count``, and in the first backward if the Trainer
+            has applied a different factor.
 
     Example:
         >>> from torch.nn.functional import cross_entropy
@@ -75,7 +75,7 @@ def hf_loss(
 
 
 class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
-    """Computes the loss of a Trainer, and gets its arguments as a callback. ``hf_loss`` makes it."""
+    """Computes the loss of a Trainer, and receives the Trainer's arguments as a callback. ``hf_loss`` creates it."""
 
     def __init__(
         self, loss_or_sum: Callable[[Any, Any], Tensor], count: Callable[[Any, Any], float | Tensor] | None
@@ -87,11 +87,11 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
         self._is_verified = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the arguments of the Trainer."""
+        """Store the arguments of the Trainer."""
         self._args = args
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse parameters of the loss that the model does not hold. The Trainer would neither train nor reduce them."""
+        """Reject parameters of the loss that the model does not contain. The Trainer would neither train nor reduce them."""
         self._optimizer, self._is_verified = kwargs.get("optimizer"), False
         self._model = kwargs.get("model")
         if not isinstance(self._loss, nn.Module):
@@ -107,7 +107,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
         )
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: float | Tensor | None = None) -> Tensor:
-        """Return the loss that the Trainer multiplies by its factor, and logs then."""
+        """Return the loss that the Trainer then multiplies by its factor and logs."""
         expect(
             self._args is not None,
             "hf_loss",
@@ -115,7 +115,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
             got="compute_loss_func alone, so the arguments of the Trainer are unknown",
         )
         value = self._loss(outputs, labels)
-        # one of our losses is remembered when it is computed
+        # the value of one of our losses is recorded when it is computed
         if any(value.data_ptr() == known.data_ptr() for known in recent_global_values()):
             self._refuse_accumulation(
                 "a loss that compares the rows of one batch",
@@ -142,7 +142,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
             )
             return self._count(outputs, labels)
         if num_items is not None:
-            # items of all ranks count once
+            # items of all ranks are counted once
             is_other = self._args.average_tokens_across_devices and process_groups.rank() > 0
             return 0.0 if is_other else float(num_items)
         is_tensor, got = isinstance(labels, Tensor), type(labels).__name__
@@ -156,7 +156,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
         expect(is_single, f"hf_loss: gradient_accumulation_steps={steps}", expected="1", got=got, fix=fix)
 
     def _verify(self, factor: int, grad: Tensor) -> None:
-        """Compare the factor of the Trainer with the expected one, once."""
+        """Compare the factor applied by the Trainer with the expected one, once."""
         scaler = getattr(self._optimizer, "scaler", None)
         applied = grad.item() / (1.0 if scaler is None else scaler.get_scale())
         self._is_verified = True

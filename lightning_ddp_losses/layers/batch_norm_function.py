@@ -3,12 +3,12 @@
 Legend: ``W`` ranks, ``C`` channels, ``n`` values per channel on this rank (may differ, may be 0), ``N`` their sum over ranks. With m
 and v the mean and the biased variance of a channel over all N values, x^ = (x - m) / sqrt(v + eps), y = w x^ + b:
 
-* The ranks' (n, mean, M2), M2 the sum of squared deviations, are merged by Chan's formula:
+* The ranks' (n, mean, M2), with M2 the sum of squared deviations, are merged by Chan's formula:
   M2 = sum_r M2_r + n_r (mean_r - m)^2. (A sum of squares would lose the variance if the mean is large.)
 * dL/dx = w / sqrt(v + eps) (dy - sum dy / N - x^ sum(dy x^) / N), both sums over all ranks: the derivative of the SUM of all ranks'
-  losses. dL/dw and dL/db stay each rank's share. DDP's mean over ranks then divides by W.
+  losses. dL/dw and dL/db remain each rank's share. DDP's mean over ranks then divides by W.
 
-The passes over the activations are torch's kernels, on any device. The precision is at least float32.
+The passes over the activations use torch's kernels, on any device. The precision is at least float32.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from lightning_ddp_losses.distributed.raw_collectives import gather_stacked, sum
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.layers.forward_plan import NO_OFFER, ForwardPlan, PlannedCall
 
-_HEAD = struct.Struct("<q?16s")  # values per channel, whether the gradient of the input is needed, the offer of a plan
-_LIMITED_DEVICES = ("mps",)  # without float64 and torch.batch_norm_update_stats
+_HEAD = struct.Struct("<q?16s")  # values per channel, whether the gradient of the input is needed, the digest of a plan
+_LIMITED_DEVICES = ("mps",)  # devices without float64 and torch.batch_norm_update_stats
 _PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
 
 class TooFewValuesError(InputError, ValueError):
-    """One value per channel over the whole group, which one process refuses with the same words."""
+    """One value per channel over the whole group, which a single process rejects with the same message."""
 
     page = "F62"
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The ranks that normalise together, and the ranks that make the handshakes.
+    """The ranks that normalise together, and the ranks that take part in the handshakes.
 
     Attributes:
         group: Group that normalises together.
-        handshake_group: Group that makes the handshakes. Its subgroups may normalise apart and still receive each other's errors.
-        subgroup_size: Number of ranks in each subgroup of it. None: all are one subgroup.
+        handshake_group: Group of the handshakes. Its subgroups may normalise separately and still receive each other's errors.
+        subgroup_size: Number of ranks in each subgroup of it. If None, it is a single subgroup.
     """
 
     group: Group = None
@@ -65,7 +65,7 @@ class Scope:
 
     @functools.cached_property
     def own_subgroup(self) -> slice:
-        """The subgroup with this rank in it."""
+        """The subgroup that contains this rank."""
         rank = process_groups.rank(self.handshake_group)
         return next(ranks for ranks in self.subgroups if ranks.start <= rank < ranks.stop)
 
@@ -91,7 +91,7 @@ class Statistics(NamedTuple):
     """Statistics of each channel over all ranks, equal on every rank, bit for bit.
 
     Attributes:
-        total: Values per channel, N. A tensor of no dimensions if the host does not know it.
+        total: Values per channel, N. A 0-dim tensor if the value is not available on the host.
         mean: (C,).
         var: (C,), biased, for the normalisation.
         unbiased: (C,), for the running average.
@@ -110,16 +110,16 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
 
     Args:
         call: The call of the layer.
-        x: (B, C, ...), any floating dtype. B and the dimensions after C may differ per rank.
+        x: (B, C, ...), any floating-point dtype. B and the dimensions after C may differ per rank.
         settings: Text that must be equal on all ranks.
-        plan: Plan of the model's batch norms. None: each call makes a handshake.
+        plan: Plan of the model's batch norms. If None, each call performs a handshake.
 
     Raises:
-        RankMismatchError: on every rank, if channels, dtype, device, settings or the place in the program differ.
+        RankMismatchError: on every rank, if channels, dtype, device, settings or the position in the program differ.
         TooFewValuesError: on every rank, for one value per channel over all ranks of a subgroup. In a plan by ``refuse_earlier_calls``.
 
     Communication: one handshake, or none in a plan. One gather of 2 C + 1 numbers per rank if they do not fit into it
-        (``handshake.inline_capacity``), or travel on an accelerator, or are of a subgroup.
+        (``handshake.inline_capacity``), are on an accelerator, or belong to a subgroup.
     """
     # this rank's rows
     scope, channels = call.scope, x.shape[1]
@@ -129,7 +129,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
     needs_gradient = x.requires_grad and has_gradients
     must_match = _must_match(channels, x.dtype, x.device.type, has_gradients, settings)
 
-    # the next call of a plan: no handshake
+    # the next call of a plan does not need a handshake
     planned, offer = None, NO_OFFER
     if plan is not None and travels_on_device(moments, scope.group):
         size, like = (1, channels, *[1] * (x.ndim - 2)), (moments.dtype, moments.device)
@@ -145,7 +145,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
 
     # handshake: counts, need of a gradient, and the moments themselves if they may be inline
     payload = _HEAD.pack(count, needs_gradient, offer)
-    # a copy from an accelerator would wait for it. Moments of one subgroup are not sent to all
+    # a copy from an accelerator would wait for it. Moments of a subgroup are not sent to all ranks
     is_inline = x.device.type == "cpu" and scope.subgroup_size is None
     if is_inline:
         payload += moments.numpy().tobytes()
@@ -172,37 +172,37 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
 def _must_match(
     channels: int, dtype: torch.dtype, device_type: str, has_gradients: bool, settings: str
 ) -> dict[str, object]:
-    """Return the values that must be equal on all ranks, by name: the same in all calls of this kind."""
+    """Return the values that must be equal on all ranks, by name, cached for all calls of the same kind."""
     name = str(dtype).removeprefix("torch.")
     return {"channels": channels, "dtype": f"{name} {device_type}", "gradients": has_gradients, "settings": settings}
 
 
 def refuse_earlier_calls(plan: ForwardPlan, scope: Scope, *, of_all: bool = False) -> None:
-    """Refuse calls in a plan with one value per channel over all ranks, whose counts have come to the host since.
+    """Reject earlier calls in a plan with one value per channel over all ranks, as soon as their counts have reached the host.
 
     Args:
         plan: The plan.
         scope: Ranks that normalise together.
-        of_all: Judge the last plan too, for which the host may have to wait.
+        of_all: Whether to also check the last plans, for which the host may have to wait.
 
     Raises:
         TooFewValuesError: on every rank of a subgroup.
     """
     for call, counts in plan.counts(of_all=of_all):
         if sum(counts) == 1:
-            # other subgroups do not know these counts
+            # other subgroups do not have these counts
             is_known = scope.subgroup_size is None
             _refuse_one_value(f"an earlier call of {call.title}", call.size, counts, collective=is_known)
 
 
 def _gather_moments(moments: Tensor, count: int, scope: Scope) -> tuple[Tensor, Tensor]:
-    """Return mean and M2 of each rank, (W, 2 C), and their numbers of values, (W,), which the host does not know."""
+    """Return mean and M2 of each rank, (W, 2 C), and their numbers of values, (W,), which stay on the device."""
     everyone = gather_stacked(torch.cat([moments, moments.new_full((1,), count)]), scope.group)
     return everyone[:, :-1], everyone[:, -1]
 
 
 def _refuse_one_value(call: str, size: tuple[int, ...], counts: Sequence[int], *, collective: bool = True) -> NoReturn:
-    """Refuse a batch with one value per channel over all ranks, with the words of one process.
+    """Reject a batch with one value per channel over all ranks, with the message of a single process.
 
     Args:
         call: Name of the call.
@@ -226,7 +226,7 @@ def _local_moments(x: Tensor, count: int) -> Tensor:
     if x.device.type in _LIMITED_DEVICES:
         var, mean = torch.var_mean(x.detach().to(averages.dtype), [0, *range(2, x.ndim)], correction=0)
     else:
-        # the running averages that it also computes are not used, but their dtype makes it accumulate in that dtype
+        # the running averages are computed as well but not used. Their dtype selects the dtype of the accumulation
         mean, var = torch.batch_norm_update_stats(x.detach(), averages[0], averages[1], 0.0)
     return torch.cat([mean, var * count])
 
@@ -234,11 +234,11 @@ def _local_moments(x: Tensor, count: int) -> Tensor:
 def _merge_moments(
     counts: Sequence[int] | Tensor, table: Tensor, x: Tensor, in_backward: BackwardExchange | None
 ) -> Statistics:
-    """Apply Chan's formula to all ranks at once, in float64. It runs on the host for a device without float64."""
+    """Apply Chan's formula to all ranks together, in float64, on the host for a device without float64."""
     dtype = table.dtype
     table = table.cpu() if table.device.type in _LIMITED_DEVICES else table
     means, squares = table.reshape(len(counts), 2, -1).double().unbind(1)
-    # (W, 1), or the number of all ranks. A non-blocking transfer does not wait for an accelerator
+    # (W, 1), or one number for all ranks. A non-blocking transfer does not wait for an accelerator
     rows: Any = counts[0]
     if isinstance(counts, Tensor):
         rows = counts.to(table.device).double()[:, None]
@@ -262,13 +262,13 @@ def normalise(
 ) -> Tensor:
     """Return the rows normalised: weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
 
-    Gradient: that of the sum of all ranks' losses. The parameters receive this rank's share.
+    Gradient: the gradient of the sum of all ranks' losses. The parameters receive this rank's share.
 
     Communication: none. In backward one handshake with 2 C numbers (a separate sum if they do not fit), if any rank needs the
         gradient of its input. On an accelerator no handshake, if the ranks have agreed on this call before backward.
     """
     if statistics.in_backward is not None and torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # this rank's share of the sums is needed elsewhere
+        x = x.detach().requires_grad_()  # other ranks need this rank's share of the sums
     y: Tensor = _NormaliseFunction.apply(x, weight, bias, statistics, eps, call)  # type: ignore[no-untyped-call]
     return y
 
@@ -281,7 +281,7 @@ class _NormaliseFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.statistics, ctx.eps, ctx.call = statistics, eps, call
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # whether the ranks have agreed on this call's part in the next backward
+        # whether the ranks have agreed that this call takes part in the next backward
         ctx.is_agreed = False
         if statistics.in_backward is not None:
             ctx.synced_call = str(call)
@@ -293,7 +293,7 @@ class _NormaliseFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.no_grad():
             found = _gradients(ctx, grad, x, weight)
-        if torch.is_grad_enabled():  # create_graph=True: the result depends on these, and on the peers
+        if torch.is_grad_enabled():  # create_graph=True: the result depends on these tensors, and on the peers
             found = forbid_second_derivative(found, (grad, x, weight), str(ctx.call), _PENALTY)
         return (*found, None, None, None)
 
@@ -325,7 +325,7 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
     if statistics.in_backward is None:
         return None, grad_weight, grad_bias
 
-    # input: the sums of all ranks. A rank that needs no gradient takes part in the exchange too
+    # input: the sums of all ranks. A rank takes part in the exchange even if it does not need the gradient
     own_sums, scope = torch.cat([own_dyx, own_dy]), ctx.call.scope
     is_agreed, ctx.is_agreed = ctx.is_agreed, False
     if is_agreed and travels_on_device(own_sums, scope.group):

@@ -1,19 +1,20 @@
-"""One handshake for all batch norms of a forward on accelerators, if they are those of the last forwards.
+"""One handshake for all batch norms of a forward on accelerators, if they are the same as in the previous forwards.
 
-A handshake for each layer makes the host wait for the slowest rank in each layer. Here the first batch norm of a forward makes the
-handshake, and offers a *plan* in it: the calls that followed it in the last forwards. If all ranks offer the same plan, the others make
-none.
+With a handshake for each layer, the host waits for the slowest rank in each layer. Instead, the first batch norm of a forward performs the
+handshake, and proposes a *plan* in it: the calls that followed it in the previous forwards. If all ranks propose the same plan, the
+remaining batch norms do not need a handshake.
 
-From that handshake to the next one, of whatever kind, each rank runs exactly the gathers of the plan, whatever its program does:
+From that handshake to the next one, of any kind, each rank runs exactly the gathers of the plan, regardless of its program:
 
 * A call that is the next in the plan runs its gather.
-* Before any other call, and before any handshake (that of a loss, or of a rank that failed), a rank runs the gathers that are left, with no
-  rows. So the sizes of gathers always fit, and no device waits for a rank that left a layer out.
-* A rank that has left the plan and goes on says where, in a handshake. Ranks that left it at the same call agree there, and go on with a
-  handshake for each call. If some have not left it, these are elsewhere: the same error on every rank.
+* Before any other call, and before any handshake (of a loss, or of a rank that failed), a rank runs the remaining gathers without rows. The
+  sizes of gathers therefore always match, and no device waits for a rank that skipped a layer.
+* A rank that has left the plan and continues sends its position in a handshake. Ranks that left it at the same call agree in this
+  handshake, and continue with a handshake for each call. If some ranks have not left it, they are at another position: the same error is
+  raised on every rank.
 
-The numbers of rows travel with the statistics, as they may change from step to step. The host does not wait for them: one value per
-channel over all ranks, which is an error, is refused some forwards later, as a step may have several, or at the end of the fit.
+The numbers of rows are sent with the statistics, because they may change from step to step. The host does not wait for them: one value per
+channel over all ranks, which is an error, is rejected some forwards later, because a step may have several, or at the end of the fit.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 
 NO_OFFER = bytes(16)
-"""The offer of a rank without a plan."""
+"""The proposal of a rank without a plan."""
 
-_LEARNT = 2  # forwards in a row that make a plan
-_KEPT = 64  # first calls that are remembered
-_FORWARDS = 4  # of a step, as of a teacher and of a student with crops of two sizes
+_LEARNT = 2  # number of consecutive equal forwards from which a plan is made
+_KEPT = 64  # number of first calls that are stored
+_FORWARDS = 4  # number of forwards in a step, such as a teacher's and a student's with crops of two sizes
 
 
 class PlannedCall(NamedTuple):
-    """A call of a batch norm, as it repeats from step to step.
+    """A call of a batch norm that is repeated from step to step.
 
     Attributes:
         title: Name of the layer.
@@ -53,7 +54,7 @@ class PlannedCall(NamedTuple):
         size: Size of one value per channel, (1, C, 1, ...).
         like: Dtype and device of the statistics.
         needs_gradient: Whether this rank's input needs a gradient.
-        in_backward: Whether that of any rank does.
+        in_backward: Whether the input of any rank does.
     """
 
     title: str
@@ -70,10 +71,10 @@ class PlannedCall(NamedTuple):
 
 
 class ForwardPlan(PendingHandshake):
-    """The plan of one model's batch norms. While it is open, it stands for a handshake that the next one on the channel has to finish.
+    """The plan of one model's batch norms. While it is open, it acts as a pending handshake that the next one on the channel must finish.
 
     Args:
-        model: The model. One that ``fully_shard`` divides gathers its weights in between, and has no plan.
+        model: The model. A plan is not used if ``fully_shard`` divides it, because it then gathers its weights in between.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,11 +83,11 @@ class ForwardPlan(PendingHandshake):
         self._first: tuple[PlannedCall, int] | None = None
         self._seen: list[PlannedCall] = []  # since the first call
         self._left: list[PlannedCall] = []
-        # calls in the last plan, and the values per channel of each rank in them. Those of plans before on their way to the host
+        # calls in the last plan, with the values per channel of each rank, and earlier plans, whose values are being copied to the host
         self._counted: list[tuple[PlannedCall, Tensor]] = []
         self._copied: list[tuple[list[PlannedCall], HostCopy]] = []
-        self._opened = 0  # handshakes up to the last one of a batch norm
-        # by first call and its number of rows: the calls of the last forward, and how often they came in a row
+        self._opened = 0  # number of handshakes up to the last one of a batch norm
+        # by first call and its number of rows: the calls of the last forward, and how often they occurred consecutively
         self._learnt: dict[tuple[PlannedCall, int], tuple[list[PlannedCall], int]] = {}
         self._breaks: Counter[tuple[PlannedCall, int]] = Counter()
 
@@ -94,18 +95,18 @@ class ForwardPlan(PendingHandshake):
 
     @property
     def is_open(self) -> bool:
-        """Whether gathers of the plan are left."""
+        """Whether gathers of the plan remain."""
         return bool(self._left)
 
     def follow(self, call: PlannedCall) -> PlannedCall | None:
-        """Return the call as all ranks have agreed on it. None: it is not the next one of a plan, and needs a handshake."""
+        """Return the call as agreed on by all ranks, or None if it is not the next one of a plan and needs a handshake."""
         if self._left and self._left[0]._replace(in_backward=False) == call:
             return self._left[0]
         self._leave(f"{call.title} {call.text}")
         return None
 
     def offer(self, call: PlannedCall, rows: int, group: Group, handshake_group: Group) -> bytes:
-        """Return the digest of the plan that begins with a call. It goes with the call's handshake."""
+        """Return the digest of the plan that begins with a call, to be sent with the call's handshake."""
         self._groups = group, handshake_group
         self._channel = Channel.of(handshake_group, "handshakes")
         titles = {seen.title for seen in self._seen}
@@ -122,7 +123,7 @@ class ForwardPlan(PendingHandshake):
         return hashlib.blake2b(repr(shared).encode(), digest_size=len(NO_OFFER)).digest()
 
     def met(self, call: PlannedCall, offers: set[bytes]) -> None:
-        """Take note of a call's handshake: if all ranks offered the same plan, it is open now."""
+        """Record a call's handshake, and open the plan if all ranks proposed the same one."""
         self._opened = self._channel.opened
         self._seen.append(call)
         if len(offers) > 1 or NO_OFFER in offers or self._first is None:
@@ -133,7 +134,7 @@ class ForwardPlan(PendingHandshake):
             self._channel.pending = self
 
     def count(self, call: PlannedCall, counts: Tensor) -> None:
-        """Note that a call has run its gather, with the values per channel of each rank, (W,), which the host does not know yet."""
+        """Record that a call has run its gather, with the values per channel of each rank, (W,), which are not on the host yet."""
         self._seen.append(self._left.pop(0))
         self._counted.append((call, counts))
         if not self._left:
@@ -147,11 +148,11 @@ class ForwardPlan(PendingHandshake):
             self._counted = []
 
     def counts(self, *, of_all: bool = False) -> Iterator[tuple[PlannedCall, list[int]]]:
-        """Yield the calls of plans, each with the values per channel of each rank. Each call once.
+        """Yield the calls of plans, each once, with the values per channel of each rank.
 
         Args:
-            of_all: Of all plans. False: those of the last plans are left, so that a step with several forwards does not wait for the
-                device between them.
+            of_all: Whether to include all plans. If False, the last plans are excluded, so that a step with several forwards does not wait
+                for the device between them.
         """
         self._copy_counts()
         kept = 0 if of_all else _FORWARDS
@@ -161,7 +162,7 @@ class ForwardPlan(PendingHandshake):
                 yield call, [int(count) for count in counts]
 
     def _remember(self) -> None:
-        """Remember the calls of the last forward."""
+        """Store the calls of the last forward."""
         if self._first is not None:
             calls, times = self._learnt.pop(self._first, ([], 0))
             self._learnt[self._first] = (self._seen, times + 1 if calls == self._seen else 1)
@@ -177,12 +178,12 @@ class ForwardPlan(PendingHandshake):
         return []
 
     def _leave(self, instead: str) -> None:
-        """Leave the plan, if it is open, and say where.
+        """Leave the plan, if it is open, and send the position to all ranks.
 
         Raises:
             RankMismatchError: on every rank, if ranks left it at different calls, or some did not.
 
-        Communication: the gathers that are left, and one handshake.
+        Communication: the remaining gathers, and one handshake.
         """
         if self._left:
             must_match = {"left out": self._left[0].title, "instead": instead}
@@ -190,16 +191,16 @@ class ForwardPlan(PendingHandshake):
             handshake.all_gather("the batch norms of a forward", must_match, group=self._groups[1])
 
     def receive(self, timeout: timedelta | None = None) -> None:
-        """Leave the plan without a word. Communication: the gathers that are left."""
+        """Leave the plan without a handshake. Communication: the remaining gathers."""
         left, self._left = self._left, []
         if left:
             self._channel.pending = None
             assert self._first is not None
             self._breaks[self._first] += 1
-            for call in left:  # peers that go on number them
+            for call in left:  # peers that continue number these exchanges
                 if call.in_backward:
                     BackwardExchange(call.title, self._groups[1])
-            # where the peers or this rank's device are gone, the reason is still to be reported
+            # if the peers or this rank's device are lost, the reason still has to be reported
             with torch.no_grad(), contextlib.suppress(RuntimeError):
                 for call in left:
                     gather_stacked(call.without_rows(), self._groups[0])

@@ -1,18 +1,20 @@
 """`SyncBatchNorm`: the Lightning plugin that makes every batch norm normalise over the rows of all ranks, on any device.
 
-torch's own ``SyncBatchNorm`` runs on accelerators only, changes the modules' type, waits for ever if ranks disagree, and accepts
+torch's own ``SyncBatchNorm`` only runs on accelerators, changes the modules' type, hangs if ranks disagree, and accepts
 one row over all ranks (torch 2.13, measured 2026).
 
-Here a layer keeps its type. Its forward runs, with its checks, its counter and its momentum. Only the
-``torch.nn.functional.batch_norm`` at its end is replaced. So subclasses that do more (an activation, a dropout) work unchanged.
+With this plugin a layer keeps its type. Its own forward runs, including its checks, its counter and its momentum. Only the
+``torch.nn.functional.batch_norm`` at its end is replaced, so that subclasses with additional operations (an activation, a dropout) work
+unchanged.
 
-In backward each layer exchanges sums with its peers once. The autograd engine runs the layers in the reverse order of their calls, and
-forward has made that order the same on all ranks. So it is enough that the same calls are in every rank's graph. A handshake before
-backward checks this, while a difference is still an error and not a hang. After it, sums that travel on an accelerator need no handshake.
+In backward each layer exchanges sums with its peers once. The autograd engine runs the layers in the reverse order of their calls, which
+forward has made the same on all ranks. It is therefore sufficient that every rank's graph contains the same calls. A handshake before
+backward checks this, at a point where a difference is still an error and not a hang. After it, sums on an accelerator do not need a
+handshake.
 
-| W = 2, 5 layers, per rank | handshakes forward, before backward, backward | collectives in all |
+| W = 2, 5 layers, per rank | handshakes forward, before backward, backward | collectives in total |
 |---|---|---|
-| CPU: statistics and sums ride in the handshakes | 5, 1, 5 | 11 |
+| CPU: statistics and sums are sent in the handshakes | 5, 1, 5 | 11 |
 | accelerator, a handshake for each exchange | 5, 1, 5 | 21 |
 | accelerator, in a plan (``forward_plan``) | 1, 1, 0 | 12 |
 """
@@ -51,7 +53,7 @@ from lightning_ddp_losses.layers.forward_plan import ForwardPlan
 
 
 class SyncBatchNorm(LayerSync):
-    """Batch norm over the group, exact on any device, also for ranks with different numbers of rows.
+    """Batch norm over the group, exact on any device, even if ranks have different numbers of rows.
 
     Equivalent to: each ``torch.nn.BatchNorm*`` in one process on ``torch.cat([x of all ranks])``: output, gradients, running
     averages.
@@ -60,22 +62,23 @@ class SyncBatchNorm(LayerSync):
     behaves as before. Apply the plugin before the wrap in DistributedDataParallel, as Lightning does.
 
     Args:
-        group_size: Normalise over this many neighbouring ranks each (ranks 0 to k - 1, k to 2 k - 1, ...). It must divide the
-            world. The handshakes still go to all, so that an error in one part ends all of them. None: over all.
-        process_group: Normalise over this group, and make handshakes in it alone: a group, or a function that makes it once
-            torch.distributed runs (each rank must be a member of the one that it passes). None: the world.
+        group_size: Number of neighbouring ranks that normalise together (ranks 0 to k - 1, k to 2 k - 1, ...). It must divide the
+            world. The handshakes still include all ranks, so that an error in one part ends all of them. If None, all ranks normalise
+            together.
+        process_group: Group that normalises together and performs the handshakes: a group, or a function that creates it once
+            torch.distributed is initialised (each rank must be a member of the group that it passes). If None, the world.
 
-    Gradient: that of the sum of all ranks' losses, as DDP's mean over ranks needs it. A second derivative is an error.
+    Gradient: the gradient of the sum of all ranks' losses, as required for DDP's mean over ranks. A second derivative is an error.
 
     Communication: per layer and call in training, forward one handshake and, if count, mean and M2 (2 C + 1 numbers) do not fit
-        into it, one gather. Backward one exchange of 2 C numbers, which opens with a handshake. Before each backward of a
+        into it, one gather. Backward one exchange of 2 C numbers, which begins with a handshake. Before each backward of a
         LightningModule one handshake, which is an error if the ranks' losses depend on different layers. On accelerators (NCCL) a
-        forward with the calls of the two before it makes one handshake for all layers, and a backward after that comparison none.
-        None in evaluation mode and in a world of one.
+        forward with the calls of the two before it performs one handshake for all layers, and a backward after that comparison none.
+        None in evaluation mode and in a world of one rank.
 
     Raises:
-        ConfigurationError: applied after a DDP wrap, or twice. An unregistered batch norm that trains. A group size that does not
-            divide the world.
+        ConfigurationError: if applied after a DDP wrap, or twice. For an unregistered batch norm that trains. For a group size that does
+            not divide the world.
         RankMismatchError: on every rank, if channels, dtypes, settings or the number of calls differ.
         InputError: on every rank, for one value per channel over all ranks (also a ``ValueError``, as in one process). In a forward
             without a handshake for each layer it is raised some forwards later, or at the end of the fit.
@@ -102,9 +105,9 @@ class SyncBatchNorm(LayerSync):
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise every batch norm in ``model``, in place.
 
-        Communication: one handshake of the world. Every rank must call it.
+        Communication: one handshake of the world. Collective: every rank must call this.
         """
-        # refuse on every rank
+        # reject invalid models on every rank
         with handshake.raising_on_all_ranks("SyncBatchNorm.apply"):
             found = list(_named_layers(model))
             self._refuse_wrong_order(model, found)
@@ -115,7 +118,7 @@ class SyncBatchNorm(LayerSync):
             "Build the same modules on every rank.",
         )
 
-        # replace the forward of each layer, also of layers that the model has not registered yet
+        # replace the forward of each layer, including layers that the model has not registered yet
         known = {id(layer) for _, layer in found}
         self._plan = ForwardPlan(model)
         layers = [SyncedForward(layer, title, self._scope, self._plan) for title, layer in found]
@@ -132,17 +135,17 @@ class SyncBatchNorm(LayerSync):
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Restore the modules. If this rank fails inside a forward with a plan, its peers learn of it.
+        """Restore the modules. If this rank fails inside a forward with a plan, its peers receive the error.
 
         Raises:
-            InputError: on every rank, for one value per channel in a last forward that no ``on_train_end`` has judged.
+            InputError: on every rank, for one value per channel in a last forward that was not checked by ``on_train_end``.
         """
         for patch in self._patches:
             patch.remove()
         plan, error = self._plan, sys.exc_info()[1]
         self._patches, self._plan = [], None
         if plan is not None and plan.is_open:
-            with contextlib.suppress(Exception):  # it goes on with the error itself
+            with contextlib.suppress(Exception):  # this rank continues with the original error
                 if isinstance(error, Exception):
                     raise_in_scope(self._scope(), error, "a forward with batch norms")
             plan.receive()
@@ -151,16 +154,16 @@ class SyncBatchNorm(LayerSync):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        return type(self)(self.group_size, self.process_group)  # a group of processes has no copy
+        return type(self)(self.group_size, self.process_group)  # a process group cannot be copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.group_size, self.process_group)  # the patches stay with the model
+        return type(self), (self.group_size, self.process_group)  # the patches are not copied
 
     def _scope(self) -> Scope:
-        """Return the ranks that normalise together, once torch.distributed runs.
+        """Return the ranks that normalise together, once torch.distributed is initialised.
 
         Raises:
-            ConfigurationError: a group size that does not divide the world, a group that this rank is not in.
+            ConfigurationError: for a group size that does not divide the world, or a group that does not contain this rank.
         """
         if not process_groups.is_distributed():
             return Scope()
@@ -193,7 +196,7 @@ class SyncBatchNorm(LayerSync):
         return Scope(group, group)
 
     def _refuse_wrong_order(self, model: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
-        """Refuse batch norms that are wrapped, converted or scripted already."""
+        """Reject batch norms that are already wrapped, converted or scripted."""
         wrapped, scripted = [], []
         for path, module in model.named_modules():
             name = f"`{path}`" if path else "the model itself"
@@ -216,7 +219,7 @@ class SyncBatchNorm(LayerSync):
             expect(not names, "SyncBatchNorm", expected=expected, got=listed(names) + got, fix=fix)
 
 
-# ---------------------------------------------------------------------- which layers there are
+# ---------------------------------------------------------------------- finding layers
 
 
 def batch_norms(model: nn.Module) -> dict[str, str]:
@@ -278,9 +281,9 @@ class SyncedForward(MethodPatch):
     Args:
         layer: A batch norm.
         title: Name in messages, or path if the model has not registered the layer.
-        scope: Function that returns the ranks that normalise together, once torch.distributed runs.
+        scope: Function that returns the ranks that normalise together, once torch.distributed is initialised.
         plan: Plan of the model's batch norms.
-        not_yet_in: The model, if it has not registered the layer. If it still has not when the layer trains, that is an error.
+        not_yet_in: The model, if it has not registered the layer. If the layer is still not registered when it trains, this is an error.
 
     Attributes:
         calls: Number of calls over more than one rank.
@@ -305,7 +308,7 @@ class SyncedForward(MethodPatch):
 
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward. It is unchanged in evaluation mode, in a world of one, and if all rows are here already."""
+        """Run the layer's forward, unchanged in evaluation mode, in a world of one rank, and if the input already has all rows."""
         if not self.module.training or not process_groups.is_distributed():
             return self.original(*args, **kwargs)
         if self._not_yet_in is not None and process_groups.world_size() > 1:
@@ -330,7 +333,7 @@ class SyncedForward(MethodPatch):
         return output
 
     def _find_registered(self, model: nn.Module) -> None:
-        """Take the name under which the model has registered the layer since.
+        """Update the title to the name under which the model has registered the layer in the meantime.
 
         Raises:
             ConfigurationError: if it has not.
@@ -361,18 +364,18 @@ class SyncedForward(MethodPatch):
         """Compute ``torch.nn.functional.batch_norm`` over the rows of all ranks."""
         plain = (input, running_mean, running_var, weight, bias, training, momentum, eps)
         if not training or not input.is_floating_point() or eps <= 0:
-            return functional.batch_norm(*plain)  # or its error
+            return functional.batch_norm(*plain)  # torch's result or error
         self.calls += 1
         self.rows = input.shape[0]
         # statistics of all ranks' rows
         call = Call(self.title, self.calls, scope)
         statistics = gather_statistics(call, input, f"eps={eps}, momentum={momentum}", self._plan)
-        # without rows, or with channels that do not fit, torch's result or error
+        # without rows, or for mismatched channels, torch's result or error
         known = next((t for t in (running_mean, weight) if t is not None), None)
         is_empty = not isinstance(statistics.total, Tensor) and statistics.total == 0
         if is_empty or (known is not None and known.numel() != input.shape[1]):
             return functional.batch_norm(*plain)
-        # running averages, equal on every rank, then the rows. Without any they stay
+        # running averages, equal on every rank, then the rows. Without rows the averages do not change
         share = momentum * (statistics.total > 0)
         if isinstance(share, Tensor):
             share = share.to(statistics.mean.dtype)
@@ -412,7 +415,7 @@ def _update_average_(running: Tensor | None, value: Tensor, share: float | Tenso
 
 
 class BeforeBackwardPatch(MethodPatch):
-    """Replaces the LightningModule's ``on_before_backward``, which Lightning calls in each backward, also a manual one.
+    """Replaces the LightningModule's ``on_before_backward``, which Lightning calls in each backward, including manual ones.
 
     Args:
         module: The LightningModule.
@@ -444,7 +447,7 @@ class BeforeBackwardPatch(MethodPatch):
 
 
 class TrainEndPatch(MethodPatch):
-    """Replaces the LightningModule's ``on_train_end``, which no forward follows that would judge the last one.
+    """Replaces the LightningModule's ``on_train_end`` to check the last forward, which is not followed by another one.
 
     Args:
         module: The LightningModule.
@@ -457,11 +460,11 @@ class TrainEndPatch(MethodPatch):
         self._plan, self._scope = plan, scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Judge the last forward, then call the module's own hook. Communication: one handshake, if there are subgroups."""
+        """Check the last forward, then call the module's own hook. Communication: one handshake, if there are subgroups."""
         scope = self._scope()
         try:
             refuse_earlier_calls(self._plan, scope, of_all=True)
-            if scope.subgroup_size is not None:  # the others do not know its counts
+            if scope.subgroup_size is not None:  # the other subgroups do not have its counts
                 handshake.all_gather("batch norms at the end of training", {}, group=scope.handshake_group)
         except Exception as error:
             raise_in_scope(scope, error, "the end of training")
@@ -477,7 +480,7 @@ def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group 
     """Compare lists of names between ranks.
 
     Raises:
-        RankMismatchError: on every rank, with the first names that are not on all of them.
+        RankMismatchError: on every rank, with the first names that some ranks do not have.
 
     Communication: one handshake, and one more if ranks differ.
     """
@@ -493,7 +496,7 @@ def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group 
 
 
 def raise_in_scope(scope: Scope, error: Exception, where: str) -> NoReturn:
-    """Raise on every rank of the handshakes' group. If it is a part of the world, a later handshake may report it to the rest."""
+    """Raise on every rank of the handshakes' group. If it is a part of the world, a later handshake may report it to the other ranks."""
     try:
         handshake.raise_on_all_ranks(error, where, group=scope.handshake_group)
     except Exception as raised:

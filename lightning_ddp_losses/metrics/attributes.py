@@ -1,12 +1,12 @@
-"""Attributes that ``update`` sets besides the states, and that ``compute`` reads: a rank without an update does not have them.
+"""Attributes other than states that ``update`` sets and ``compute`` reads, and that a rank without an update does not have.
 
 Examples are ``orig_dtype`` of torchmetrics' ``FrechetInceptionDistance``, ``num_classes`` of ``MeanIoU`` and ``rmse_map`` of
-``RootMeanSquaredErrorUsingSlidingWindow`` (torchmetrics 1.9). States are exchanged and attributes are not, so that ``compute`` failed on
-that rank, or returned another value there.
+``RootMeanSquaredErrorUsingSlidingWindow`` (torchmetrics 1.9). States are exchanged but attributes are not, so that ``compute`` would fail
+on that rank, or return a different value.
 
-Which attributes these are follows from the code of the class, the same on every rank. If it has some, and some ranks had no update while
-others had one, ranks exchange them. Where all ranks with an update have the same value, the ranks without one compute with it. Otherwise
-it is an error on all ranks.
+These attributes are determined from the code of the class, equally on every rank. If a class has such attributes, and only some ranks had
+an update, ranks exchange them. If all ranks with an update have the same value, the ranks without one use it in ``compute``. Otherwise an
+error is raised on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_ddp_losses.errors import InputError, RankMismatchError
 _SHOWN_CHARACTERS = 60
 _OWN_DEVICE = b"device"
 _OF_TORCHMETRICS = names_written(Metric, "__init__")
-# attributes on which no value depends: compute asserts that it is there
+# attributes that do not affect the value: compute only asserts that they exist
 _WITHOUT_EFFECT = frozenset({("RootMeanSquaredErrorUsingSlidingWindow", "rmse_map")})
 
 
@@ -48,7 +48,7 @@ class _Attribute(NamedTuple):
     @classmethod
     def of(cls, value: Any, name: str) -> _Attribute:
         """Read a value."""
-        if isinstance(value, torch.device):  # each rank has its own
+        if isinstance(value, torch.device):  # each rank uses its own device
             return cls(value.type, value.type, _OWN_DEVICE)
         plain = inputs.map_tensors(_on_host, value)
         try:
@@ -59,7 +59,7 @@ class _Attribute(NamedTuple):
 
 
 def set_by_update(metric: Metric) -> tuple[str, ...]:
-    """Return the names of the attributes that ``update`` sets and ``compute`` reads, without states."""
+    """Return the names of the attributes that ``update`` sets and ``compute`` reads, excluding states."""
     cls = type(metric)
     names = names_written(cls, "update") - vars(metric)["_defaults"].keys()
     if names:
@@ -73,21 +73,21 @@ def has_attributes(metric: Metric | None) -> bool:
 
 
 def missing_attributes(title: str, metric: Metric, without_update: Sequence[int], group: Group) -> dict[str, Any]:
-    """Return the attributes that this rank, which had no update, takes from a rank that had one.
+    """Return the attributes that this rank, if it had no update, copies from a rank that had one.
 
     Args:
         title: Name of the operation, for messages.
         metric: The metric, which has attributes ``set_by_update``.
-        without_update: Ranks without an update: some, and not all.
+        without_update: Ranks without an update, which are some but not all ranks.
         group: Process group of the metric.
 
     Returns:
-        Values by name. None of them on a rank that had an update.
+        Values by name. Empty on a rank that had an update.
 
     Communication: one handshake, with the values.
 
     Raises:
-        RankMismatchError: on every rank, if ranks with an update have different values, or one that cannot be sent.
+        RankMismatchError: on every rank, if ranks with an update have different values, or a value that cannot be sent.
     """
     names = set_by_update(metric)
     own = {name: tuple(_Attribute.of(vars(metric)[name], name)) for name in names if name in vars(metric)}
@@ -113,7 +113,7 @@ def missing_attributes(title: str, metric: Metric, without_update: Sequence[int]
 def _source(
     what: str, metric: Metric, name: str, by_rank: Sequence[_Attribute | None], without_update: Sequence[int]
 ) -> _Attribute | None:
-    """Return the attribute that ranks without an update take. None if they have it, or if no rank has one."""
+    """Return the attribute that ranks without an update copy, or None if they have it or it does not exist on any rank."""
     with_update = [found for rank, found in enumerate(by_rank) if rank not in without_update]
     source = next(filter(None, with_update), None)
     is_equal = len({found and found.digest for found in with_update}) == 1 or _is_without_effect(metric, name)

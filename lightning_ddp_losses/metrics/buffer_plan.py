@@ -1,11 +1,11 @@
-"""Plans the buffer that holds the states of all ranks, from what each rank says about its tensors.
+"""Plans the buffer that holds the states of all ranks, from each rank's description of its tensors.
 
-Each rank makes the same plan from the shapes of all ranks. Tensors of a list are ordered as one process would have appended them: by update
-first, by rank second. A rank without data holds defaults, and some metrics widen these at their first update. Such a default takes the
-shape of the other ranks' state. Any other difference is an error, the same on every rank.
+Each rank derives the same plan from the shapes of all ranks. Tensors of a list are ordered as one process would have appended them: by
+update first, by rank second. A rank without data holds defaults, which some metrics widen in their first update. Such a default is expanded
+to the shape of the other ranks' state. Any other difference is an error, the same on every rank.
 
-Metrics of a collection's compute group share their states. A rank sends them once, and they get one place in the buffer if they are shared
-on every rank. (A rank without data has no groups yet. Its defaults are compared.)
+Metrics of a collection's compute group share their states. A rank sends shared states once, and they are stored once in the buffer if they
+are shared on every rank. (A rank without data does not have groups yet. Its defaults are compared.)
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
 """
@@ -35,7 +35,7 @@ class Sent(NamedTuple):
     """A tensor in the message of a rank.
 
     Attributes:
-        number: Number among the tensors that the rank sends.
+        number: Index among the tensors that the rank sends.
         bytes: Its bytes in the message.
         dtype: Data type.
         shape: Shape.
@@ -100,22 +100,22 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, buffer: Tensor) -> Tensor:
-        """Return the tensor in the buffer's memory. To autograd it is not a view, so that it may be changed in place."""
-        # contiguous: torch computes the strides, which its types do not know
+        """Return the tensor in the buffer's memory. Autograd does not treat it as a view, so that it may be changed in place."""
+        # contiguous: torch computes the strides, although its type stubs require them
         empty: Any = buffer.new_empty(0, dtype=self.dtype)
         tensor: Tensor = empty.set_(buffer.untyped_storage(), self.start // self.dtype.itemsize, self.shape)
         return tensor
 
 
 class Slot(NamedTuple):
-    """The place of one tensor of one rank.
+    """The position of one tensor of one rank.
 
     Attributes:
         sent: The tensor in the rank's message.
         bytes: Its bytes in the buffer.
         state: Index of its state.
         tensor: Index of the tensor that is read for that state.
-        first_row: First row in that tensor. None: it is all of it.
+        first_row: First row in that tensor. None if it is the whole tensor.
         rows: Number of rows in that tensor.
     """
 
@@ -132,12 +132,12 @@ class BufferPlan:
     """The buffer that holds the states of all ranks.
 
     Attributes:
-        slots: For each rank, the places of its tensors.
+        slots: For each rank, the positions of its tensors.
         objects: States with pickled objects.
         defaults: For each rank, indices of states that are defaults.
         regions: For each state the tensors to read: one, none, or one per tensor of a ``list``.
-        expanded: For each state with defaults that follow the other ranks, its dtype and shape.
-        twins: For each state with the tensors of an earlier one on every rank, that one.
+        expanded: For each state with defaults that are expanded to the other ranks' state, its dtype and shape.
+        twins: For each state that has the tensors of an earlier state on every rank, the earlier state.
         size: Number of bytes.
     """
 
@@ -150,10 +150,10 @@ class BufferPlan:
     size: int = 0
 
     def add_rows(self, tensors: Sequence[Sequence[Sent]], dtype: torch.dtype, row_shape: tuple[int, ...]) -> None:
-        """Place the tensors of the next state one after the other, to be read as one."""
+        """Place the tensors of the next state consecutively, to be read as one."""
         state, start, first_row = len(self.regions), self.size, 0
         for rank, sent in _in_one_process(tensors):
-            rows = sent.shape[0] if sent.shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
+            rows = sent.shape[0] if sent.shape[1:] == row_shape else 0  # a tensor of shape (0,) does not have rows
             self.slots[rank].append(Slot(sent, self._take(sent), state, 0, first_row, rows))
             first_row += rows
         regions = [Region(start, dtype, (first_row, *row_shape))] if any(tensors) else []
@@ -161,7 +161,7 @@ class BufferPlan:
         self.size = aligned(self.size)
 
     def add_each(self, tensors: Sequence[Sequence[Sent]], stacked: Entry | None = None) -> None:
-        """Place the tensors of the next state, to be read one by one, or stacked once they have this dtype and shape."""
+        """Place the tensors of the next state, to be read separately, or stacked after a cast to this dtype and shape."""
         state = len(self.regions)
         self.regions.append([])
         if stacked is not None:
@@ -173,7 +173,7 @@ class BufferPlan:
             self.size = aligned(self.size)
 
     def _take(self, sent: Sent) -> slice:
-        """Return the next bytes of the buffer, for a tensor."""
+        """Reserve the next bytes of the buffer for a tensor."""
         start, self.size = self.size, self.size + sent.num_bytes
         return slice(start, self.size)
 
@@ -186,22 +186,22 @@ class BufferPlan:
 
 
 def _in_one_process(tensors: Sequence[Sequence[Sent]]) -> Iterator[tuple[int, Sent]]:
-    """Yield ranks and their tensors of one state by update, then by rank: the order of appending in one process."""
+    """Yield ranks and their tensors of one state by update, then by rank, which is the order of appending in one process."""
     for of_update in itertools.zip_longest(*tensors):
         yield from ((rank, sent) for rank, sent in enumerate(of_update) if sent is not None)
 
 
 @functools.lru_cache(maxsize=64)
 def plan_buffer(title: str, states: tuple[tuple[str, Kind], ...], contents: tuple[bytes, ...]) -> BufferPlan:
-    """Give every tensor of every rank its place.
+    """Assign a position to every tensor of every rank.
 
     Args:
         title: Name of the operation, for messages.
         states: Names and kinds of the states.
-        contents: Contents of each rank, as ``exchange`` packs them.
+        contents: Contents of each rank, as packed by ``exchange``.
 
     Raises:
-        RankMismatchError: if tensors of ranks do not fit together, naming the state.
+        RankMismatchError: if tensors of ranks are incompatible, naming the state.
     """
     by_rank = [_unpack_contents(text) for text in contents]
     objects = sorted(set().union(*(of_rank.objects for of_rank in by_rank)))
@@ -230,7 +230,7 @@ def plan_buffer(title: str, states: tuple[tuple[str, Kind], ...], contents: tupl
 
 
 def _refuse_other_items(what: str, tensors: Sequence[Sequence[Sent]], has_objects: Sequence[bool]) -> None:
-    """Refuse a list of other objects on some ranks and of tensors on others. A list may be empty."""
+    """Reject a list that contains other objects on some ranks and tensors on others. A list may be empty."""
     found = ["objects" if objects else "tensors" for objects in has_objects]
     found = [items if sent else "nothing" for items, sent in zip(found, tensors, strict=True)]
     if len({*found} - {"nothing"}) > 1:
@@ -240,7 +240,7 @@ def _refuse_other_items(what: str, tensors: Sequence[Sequence[Sent]], has_object
 
 
 def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
-    """Return dtype and shape of one row. Tensors of shape (0,) are ignored, as in torch.cat, and so is the dtype of empty ones."""
+    """Return dtype and shape of one row, ignoring tensors of shape (0,), as torch.cat does, and the dtype of empty tensors."""
     known = [sent.entry for sent in itertools.chain.from_iterable(tensors)]
     with_rows = [entry for entry in known if entry[1] != (0,)] or known
     dtypes = [dtype for dtype, shape in with_rows if shape[0]]
@@ -255,7 +255,7 @@ def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
 
 
 def _common_shape(what: str, tensors: Sequence[Sequence[Sent]], is_default: Sequence[bool]) -> Entry:
-    """Return the common dtype and shape of a state. Defaults follow the other ranks."""
+    """Return the common dtype and shape of a state, to which defaults are adapted."""
     entries = [sent.entry for (sent,) in tensors]
     if len(set(entries)) == 1:
         return entries[0]

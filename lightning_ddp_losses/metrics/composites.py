@@ -1,7 +1,7 @@
 """Makes compositions, wrappers and collections of metrics differentiable. Their members share one exchange.
 
-A ``Composite`` names its members, cuts the inputs for them, and joins their values as torchmetrics does. Its members are differentiable
-too. A new wrapper of torchmetrics gets a subclass of ``Composite`` here and a line in ``COMPOSITES``.
+A ``Composite`` lists its members, selects the inputs for each of them, and joins their values as torchmetrics does. Its members are
+differentiable too. A new wrapper of torchmetrics requires a subclass of ``Composite`` in this module and a line in ``COMPOSITES``.
 
 Measured (torchmetrics 1.9, 2026): the forward of torchmetrics' ``MinMaxMetric`` cuts the graph. A wrapper's ``compute`` syncs its members
 one by one.
@@ -29,11 +29,11 @@ from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCal
 from lightning_ddp_losses.metrics.states import ExchangingMetric, detached
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-_LONGEST_NAMES = 60  # characters of the members' names in a title
+_LONGEST_NAMES = 60  # limit for the members' names in a title, in characters
 
 
 class Members:
-    """A metric made of metrics: one exchange for the states of all members before ``compute``."""
+    """A metric composed of metrics, with one exchange for the states of all members before ``compute``."""
 
     @eager_recursive
     def compute(self) -> Any:
@@ -43,15 +43,15 @@ class Members:
 
     @contextlib.contextmanager
     def _in_one_exchange(self) -> Iterator[None]:
-        """Sync the states of all members that ``compute`` would sync one by one, and put their own back afterwards."""
+        """Sync the states of all members that ``compute`` would sync one by one, and restore their own states afterwards."""
         assert isinstance(self, nn.Module)
         for part in nn.Module.modules(self):
             if isinstance(part, MetricCollection):
-                part.items(keep_base=True, copy_state=False)  # members of a compute group hold the same tensors then
+                part.items(keep_base=True, copy_state=False)  # members of a compute group then share tensors
             elif isinstance(part, Members):
                 part._fill_members()
         waiting = [leaf for leaf in self._leaves() if leaf._waits]
-        # decided before asking which members have peers: some groups may have one rank only
+        # decided before checking which members have peers, because some groups may consist of one rank only
         waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
         exchanged: list[Received] = []
         if waiting:
@@ -70,7 +70,7 @@ class Members:
                 leaf.unsync(should_unsync=leaf._is_synced and leaf._should_unsync)
 
     def _fill_members(self) -> None:
-        """Give the members the states that ``compute`` would give them."""
+        """Set the states of the members that ``compute`` would set."""
 
     def _leaves(self) -> list[ExchangingMetric]:
         """Return the metrics that hold states, each once."""
@@ -85,11 +85,11 @@ class Members:
 
 
 class Composite(Members):
-    """A differentiable metric made of metrics: one exchange for the forwards of all members too."""
+    """A differentiable metric composed of metrics, with one exchange for the forwards of all members, too."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "process_group"]
     sees_global_batch = True
-    _only_member = ""  # the attribute with a wrapper's metric
+    _only_member = ""  # the attribute that contains a wrapper's metric
 
     @property
     def process_group(self) -> Any:
@@ -100,7 +100,7 @@ class Composite(Members):
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        """Ignore it: torchmetrics sets it on every metric, and a wrapper does not exchange anything itself."""
+        """Ignore the group: torchmetrics sets it on every metric, but a wrapper does not exchange anything itself."""
 
     @property
     def _has_peers(self) -> bool:
@@ -121,7 +121,7 @@ class Composite(Members):
         return [(args, kwargs)] * len(members)
 
     def _joined(self, values: list[Any]) -> Any:
-        """Return the value from those of the members."""
+        """Return the value computed from the values of the members."""
         (value,) = values
         return value
 
@@ -139,7 +139,7 @@ class _DifferentiableComposition(Composite):
     """``a + b``, ``2 * a``, ``abs(a)``."""
 
     def _parts(self) -> list[Any]:
-        """Return the operands: metrics, numbers and tensors. An operator with one operand has no second part."""
+        """Return the operands: metrics, numbers and tensors. An operator with one operand does not have a second part."""
         return [part for part in (self.metric_a, self.metric_b) if part is not None]  # type: ignore[attr-defined]
 
     def _members(self) -> list[Any]:
@@ -157,7 +157,7 @@ class _DifferentiableComposition(Composite):
 
 
 class _DifferentiableMinMax(Composite):
-    """The value, and the smallest and largest that there was."""
+    """The value, and the smallest and largest value so far."""
 
     _only_member = "_base_metric"
 
@@ -198,7 +198,7 @@ class Classwise(Members):
     """A value for each class, by name."""
 
     def __getattr__(self, name: str) -> Any:
-        # torchmetrics looks up missing attributes in the member. With ``__deepcopy__`` from there, it would copy the member alone
+        # torchmetrics looks up missing attributes in the member. With the member's ``__deepcopy__`` only the member would be copied
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return super().__getattr__(name)  # type: ignore[misc]
@@ -214,7 +214,7 @@ class _DifferentiableClasswise(Classwise, Composite):
 
 
 class Windowed(Members):
-    """A window of batches for each rank. ``compute`` puts it into the metric inside."""
+    """A window of batches for each rank. ``compute`` loads it into the inner metric."""
 
     _is_filled = False
 
@@ -283,7 +283,7 @@ class _DifferentiableMultitask(Composite):
 
 
 class _DifferentiableTransformed(Composite):
-    """A metric of inputs that are changed first."""
+    """A metric of transformed inputs."""
 
     _only_member = "wrapped_metric"
 
@@ -292,7 +292,7 @@ class _DifferentiableTransformed(Composite):
 
 
 class DifferentiableCollection(Composite):
-    """A collection: all states of all members in one exchange."""
+    """A collection, with all states of all members in one exchange."""
 
     def _members(self) -> list[Any]:
         assert isinstance(self, MetricCollection)
@@ -300,7 +300,7 @@ class DifferentiableCollection(Composite):
 
     def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
         assert isinstance(self, MetricCollection)
-        self.items(keep_base=True, copy_state=False)  # members of a compute group get the states of its first member
+        self.items(keep_base=True, copy_state=False)  # copy states within compute groups
         for name, member in nn.ModuleDict.items(self):
             if not isinstance(member, (DifferentiableMetric, Composite)):
                 raise ConfigurationError(
@@ -312,7 +312,7 @@ class DifferentiableCollection(Composite):
         return [(args, member._filter_kwargs(**kwargs)) for member in members]
 
     def _joined(self, values: list[Any]) -> Any:
-        """Return the values under torchmetrics' names. It calls each member's forward for them."""
+        """Return the values under torchmetrics' names, for which torchmetrics calls each member's forward."""
         assert isinstance(self, MetricCollection)
         members = dict(nn.ModuleDict.items(self))
         plain = {name: member.__dict__.get("forward") for name, member in members.items()}
@@ -338,4 +338,4 @@ COMPOSITES: dict[type, type[Composite]] = {
     MetricInputTransformer: _DifferentiableTransformed,
     MetricCollection: DifferentiableCollection,
 }
-"""For each class of torchmetrics that is made of metrics, the class that makes it differentiable."""
+"""For each class of torchmetrics that is composed of metrics, the class that makes it differentiable."""

@@ -1,11 +1,12 @@
-"""`differentiable` and `synced`: an existing metric, made trainable, or synced in one exchange.
+"""`differentiable` and `synced`: convert an existing metric to one that can be trained on, or that is synced in one exchange.
 
-A class gets a subclass of the same name on top of ``DifferentiableMetric`` or ``SyncedMetric``, made once. An instance is copied, and the
-copy gets that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
+A class is converted to a subclass of the same name on top of ``DifferentiableMetric`` or ``SyncedMetric``, which is created once. An
+instance is copied, and the copy is assigned that class. ``isinstance`` of the original class therefore holds, and names in results and
+plots stay the same.
 
 ``WITHOUT_GRADIENT`` lists the metrics that cannot be trained on, with the reason. torchmetrics itself marks metrics of labels as
-differentiable (1.9, measured 2026). For a metric that is not listed, torchmetrics' ``is_differentiable`` counts. If its first value has no
-gradient after all, that is an error.
+differentiable (1.9, measured 2026). For a metric that is not listed, torchmetrics' ``is_differentiable`` is used. If its first value still
+does not have a gradient, an error is raised.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ AnyMetric: TypeAlias = (
 )
 M = TypeVar("M", bound=AnyMetric)
 Conversion = Literal["refuse", "keep", "synced"]
-"""What a class is converted for: ``differentiable`` with its ``without_gradient``, or ``synced``."""
+"""Purpose of a conversion: ``differentiable`` with its ``without_gradient``, or ``synced``."""
 _KINDS = (Metric, MetricCollection, MetricTracker)
 
 _IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
@@ -64,7 +65,7 @@ WITHOUT_GRADIENT = {
     "VisualInformationFidelity": _IN_PLACE,
     "HausdorffDistance": "it measures between masks, which are integers",
 }
-"""Metrics that torchmetrics marks as differentiable and that have no gradient, in one process either."""
+"""Metrics that torchmetrics marks as differentiable although they do not have a gradient, not even in one process."""
 
 
 def differentiable(
@@ -82,20 +83,21 @@ def differentiable(
             ``ClasswiseWrapper``, ``Running``, ``MultitaskWrapper``, input transformers).
         gather: As in ``DifferentiableMetric``.
         keep_graph: As in ``DifferentiableMetric``.
-        without_gradient: ``"refuse"`` a metric that has no gradient in one process either. ``"keep"`` it for logging: its
-            value is synced like the others'. Given with a class, it holds for all metrics that the class makes.
+        without_gradient: ``"refuse"`` rejects a metric that does not have a gradient in one process either. ``"keep"`` keeps it for
+            logging, with its value synced in the same way. If passed with a class, it applies to all metrics that the class creates.
 
     Returns:
         An instance for an instance, a class for a class. It is also an instance, or a subclass, of the original class.
 
-    ``MinMaxMetric`` differs from torchmetrics' own (1.9) in one thing. There ``forward`` leaves only its own batch in the states, so that
-    ``compute`` after it gives the value of the last batch. Here it gives the value of everything since ``reset``, like any other metric.
-    Before the first update both give the value without data: NaN or an error, depending on the wrapped metric.
+    ``MinMaxMetric`` differs from torchmetrics' own (1.9) in one respect. In torchmetrics, ``forward`` leaves only its own batch in the
+    states, so that a following ``compute`` returns the value of the last batch. After the conversion it returns the value of everything
+    since ``reset``, like any other metric. Before the first update both return the value without data: NaN or an error, depending on the
+    wrapped metric.
 
     Communication: as ``DifferentiableMetric``. The members of a collection, composition or wrapper share one exchange.
 
     Raises:
-        ConfigurationError: a metric that cannot be differentiated, by name and with the reason.
+        ConfigurationError: for a metric that cannot be differentiated, with its name and the reason.
 
     Example:
         >>> import torch
@@ -110,7 +112,7 @@ def differentiable(
         return _class_of(metric, without_gradient)  # type: ignore[return-value]
     for part in _metrics_inside(metric):
         _refuse_class(type(part), without_gradient)
-    # dist_sync_on_step=False is torchmetrics' default in an instance, not the user's wish
+    # in an instance, dist_sync_on_step=False is torchmetrics' default and was not necessarily chosen by the user
     expects_gradient = without_gradient == "refuse"
     options = {"gather": gather, "keep_graph": keep_graph, "on_step": True, "expects_gradient": expects_gradient}
     return _converted(metric, without_gradient, options)  # type: ignore[no-any-return]
@@ -120,7 +122,7 @@ def synced(metric: M) -> M:
     """Return the same metric for evaluation, with all its states synced over the ranks in one exchange.
 
     torchmetrics' ``compute`` hangs, or is wrong, if ranks hold different numbers of list states: three updates on one rank, one on another,
-    none on a third. Here they may, and the value is the one of a process that made the updates of all ranks.
+    none on a third. After the conversion this is supported, and the value is the value of a process that made the updates of all ranks.
 
     Args:
         metric: An instance (copied with its states and shared parameters), a class, a ``MetricCollection``, a ``MetricTracker``, a
@@ -129,23 +131,23 @@ def synced(metric: M) -> M:
     Returns:
         An instance for an instance, a class for a class. Class for ``isinstance``, state dict, arguments and all methods are
         torchmetrics': ``sync_on_compute``, ``dist_sync_on_step``, ``process_group``, ``sync``, ``unsync``, ``merge_state``, the cache of
-        ``compute``. A metric with a ``dist_sync_fn`` syncs by that function, as in torchmetrics.
+        ``compute``. A metric with a ``dist_sync_fn`` syncs with that function, as in torchmetrics.
 
     States are joined by their own reduction, lists by update first, by rank second. A state reduced by "mean" is weighted by each rank's
-    number of updates, as torchmetrics' ``forward`` does. So it equals one process if every update has the same number of rows.
-    ``Running`` keeps a window on each rank, and ``BootStrapper`` draws on each: their value is that of the joined states.
+    number of updates, as in torchmetrics' ``forward``. It is therefore equal to one process if every update has the same number of rows.
+    ``Running`` keeps a window on each rank, and ``BootStrapper`` draws on each: their value is computed from the joined states.
 
     ``compute`` keeps its value until the next update, as in torchmetrics. If only some ranks update before the next ``compute``, without
-    ``reset``, make the metric with ``compute_with_cache=False``.
+    ``reset``, construct the metric with ``compute_with_cache=False``.
 
-    Communication: ``compute`` (and ``forward`` with ``dist_sync_on_step=True``) one handshake with the states in it, or one more
+    Communication: ``compute`` (and ``forward`` with ``dist_sync_on_step=True``) one handshake that contains the states, or one more
         collective for many of them. All members of a collection or wrapper share it, per process group. Members of a compute group send
         their shared states once.
 
     Raises:
         ConfigurationError: for a state that is only stacked (a tensor with ``dist_reduce_fx=None``), unless the metric is known to join it.
         RankMismatchError: on every rank, for states or metrics that differ, naming them, and for several metrics of one class that ranks
-            compute in another order.
+            compute in a different order.
 
     Example:
         >>> import torch
@@ -161,18 +163,18 @@ def synced(metric: M) -> M:
     return _converted(metric, "synced", {})  # type: ignore[no-any-return]
 
 
-for _function in (differentiable, synced):  # a command line reads that these make metrics
+for _function in (differentiable, synced):  # the command line learns from these annotations that both return metrics
     _function.__annotations__.update({"metric": "Metric | MetricCollection | type", "return": "Metric"})
 
 
-# ---------------------------------------------------------------------- metrics that are synced at once
+# ---------------------------------------------------------------------- metrics that are synced in one exchange
 
 
 class SyncedMetric(ExchangingMetric):
     """A metric of torchmetrics that syncs its states in one exchange, and is unchanged otherwise.
 
-    torchmetrics gathers state by state, and a list that is not concatenated item by item: ranks with different numbers of updates wait for
-    each other (its issue 3336). Here all states travel at once with their lengths.
+    torchmetrics gathers state by state, and a list without concatenation item by item: ranks with different numbers of updates wait for
+    each other (its issue 3336). This class sends all states together with their lengths.
     """
 
     _configuration: Configuration
@@ -184,7 +186,7 @@ class SyncedMetric(ExchangingMetric):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Note the configuration before the first update, and refuse states that cannot be joined."""
+        """Record the configuration before the first update, and reject states that cannot be joined."""
         self._refuse_own_sync(f"synced {type(self).__name__}")
         self._refuse_states()
         self._configuration = Configuration()
@@ -193,7 +195,7 @@ class SyncedMetric(ExchangingMetric):
         self._instance = Instance(self._title())
 
     def _refuse_states(self) -> None:
-        """Refuse tensors that are only stacked (``compute`` of NormalizedRootMeanSquaredError fails on them, torchmetrics 1.9)."""
+        """Reject tensors that are only stacked (``compute`` of NormalizedRootMeanSquaredError fails on them, torchmetrics 1.9)."""
         if is_correlation(type(self)):
             return
         for name, reduce in self._reductions.items():
@@ -210,7 +212,7 @@ class SyncedMetric(ExchangingMetric):
         self._refuse_states()
         untouched = self._update_count == 0
         found = self._to_send(self._update_count, untouched)
-        if untouched:  # states may be loaded or merged without an update
+        if untouched:  # states may have been loaded or merged without an update
             for index, (name, reduce) in enumerate(self._reductions.items()):
                 if reduce is dim_zero_mean:
                     is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
@@ -239,7 +241,7 @@ class SyncedMetric(ExchangingMetric):
         if own and not self._has_warned:
             self._has_warned = _warn_of_shared_queries(self._title(), own, reduced["indexes"])
         for name, reduce in self._reductions.items():
-            if reduce is dim_zero_cat and isinstance(reduced[name], list):  # no rank has rows
+            if reduce is dim_zero_cat and isinstance(reduced[name], list):  # all ranks are without rows
                 setattr(self, name, torch.tensor([], device=self.device, dtype=self.dtype))
         return reduced
 
@@ -249,12 +251,12 @@ class SyncedMetric(ExchangingMetric):
 
 
 def _warn_of_shared_queries(title: str, own: list[Tensor], everyone: list[Tensor]) -> bool:
-    """Warn if rows of this rank's queries are on other ranks too. Return whether there are such.
+    """Warn if rows of this rank's queries are also on other ranks, and return whether this is the case.
 
     Args:
         title: Name of the metric.
         own: Query number of each row of this rank, in pieces.
-        everyone: The same of all ranks.
+        everyone: The same for all ranks.
     """
     numbers = torch.cat(own)
     of_own_queries = torch.isin(torch.cat(everyone), numbers)
@@ -272,7 +274,7 @@ def _warn_of_shared_queries(title: str, own: list[Tensor], everyone: list[Tensor
 
 
 class SyncedTracker(Members):
-    """A metric for each increment. ``compute`` is that of the last one, ``compute_all`` syncs all of them at once."""
+    """A metric for each increment. ``compute`` returns the last one's value, and ``compute_all`` syncs all of them in one exchange."""
 
     def compute(self) -> Any:
         """Return the value of the last increment."""
@@ -296,14 +298,14 @@ SYNCED_COMPOSITES: dict[type, type[Members]] = {
     CompositionalMetric: Members,
     MetricCollection: Members,
 }
-"""For each class of torchmetrics that is made of metrics, the class that syncs its members. The first that fits counts."""
+"""For each class of torchmetrics that is composed of metrics, the class that syncs its members. The first match is used."""
 
 
 # ---------------------------------------------------------------------- refusals
 
 
 def _expect_metric(what: str, metric: object, kinds: tuple[type, ...], described: str) -> None:
-    """Refuse an object that is neither a metric nor a class of metrics."""
+    """Reject an object that is neither a metric nor a class of metrics."""
     is_metric = issubclass(metric, kinds) if isinstance(metric, type) else isinstance(metric, kinds)
     expected = f"{described} of torchmetrics, or a class of them"
     got = getattr(metric, "__name__", type(metric).__name__)
@@ -311,7 +313,7 @@ def _expect_metric(what: str, metric: object, kinds: tuple[type, ...], described
 
 
 def _refuse_class(cls: type, conversion: Conversion) -> None:
-    """Refuse a class that has no gradient, or a forward that is not known here."""
+    """Reject a class without a gradient, or with an unsupported forward."""
     if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls, conversion) is not DifferentiableMetric:
         return
     reasons = [WITHOUT_GRADIENT[name] for name in torchmetrics_names(cls) if name in WITHOUT_GRADIENT]
@@ -333,11 +335,11 @@ def _refuse_class(cls: type, conversion: Conversion) -> None:
 
 
 class _Generated(ABCMeta):
-    """The class of generated classes. They are pickled by their original class."""
+    """The metaclass of generated classes, which are pickled by their original class."""
 
 
 def _reduce_class(cls: type) -> Any:
-    # a subclass of the user's is found by its name, as any class
+    # a user's subclass is found by its name, like any class
     return cls.__dict__.get("_remade_by", cls.__qualname__)
 
 
@@ -346,11 +348,11 @@ _class_by_original: dict[tuple[type, Conversion], type] = {}
 
 
 def _class_of(original: type, conversion: Conversion) -> type:
-    """Return the converted subclass of a class, made once. A class that is converted already stays.
+    """Return the converted subclass of a class, created once. A class that is already converted is returned unchanged.
 
     Args:
         original: The class.
-        conversion: Conversion, also of the metrics that its instances hold, and of other classes that calling it makes.
+        conversion: Conversion, also for the metrics that its instances hold, and for other classes that calling it instantiates.
     """
     base = _base_for(original, conversion)
     bases: tuple[type, ...] = (base, original)
@@ -359,7 +361,7 @@ def _class_of(original: type, conversion: Conversion) -> type:
             return original
         if "_original" in original.__dict__:
             return _class_of(original.__dict__["_original"], conversion)
-        bases = (original,)  # written by the user: only ``_keep`` changes
+        bases = (original,)  # defined by the user: only ``_keep`` changes
     if (original, conversion) not in _class_by_original:
         convert = synced if conversion == "synced" else functools.partial(differentiable, without_gradient=conversion)
         names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -376,7 +378,7 @@ def _class_of(original: type, conversion: Conversion) -> type:
 
 
 def _base_for(original: type, conversion: Conversion) -> type:
-    """Return the class of this package that a converted class stands on."""
+    """Return the class of this package that a converted class is based on."""
     table: dict[type, Any] = SYNCED_COMPOSITES if conversion == "synced" else COMPOSITES
     found = (base for kind, base in table.items() if issubclass(original, kind))
     return next(found, SyncedMetric if conversion == "synced" else DifferentiableMetric)
@@ -388,12 +390,12 @@ def _is_converted(cls: type, conversion: Conversion) -> bool:
 
 
 def _makes_other_classes(original: type) -> bool:
-    """Return whether calling a class may make an instance of another, as classes with a ``task`` do."""
+    """Return whether calling a class may create an instance of another class, as for classes with a ``task``."""
     return any("__new__" in vars(base) for base in original.__mro__ if base is not object)
 
 
 def _new_of_converted(original: type, convert: Callable[..., Any]) -> Any:
-    """Return a ``__new__`` that converts the instance of another class that the class makes."""
+    """Return a ``__new__`` that converts the instance if the class creates one of another class."""
 
     @functools.wraps(original.__new__)
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -402,7 +404,7 @@ def _new_of_converted(original: type, convert: Callable[..., Any]) -> Any:
             check_on_step(original, kwargs.get("dist_sync_on_step", True))
             options = {name: kwargs.pop(name) for name in ("gather", "keep_graph") if name in kwargs}
         made = original.__new__(original, *args, **kwargs)
-        # an instance of the class itself: __init__ follows
+        # __init__ follows for an instance of the class itself
         return object.__new__(cls) if isinstance(made, original) else convert(made, **options)
 
     return new
@@ -444,12 +446,12 @@ def _converted_inside(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def _metrics_inside(metric: nn.Module) -> list[nn.Module]:
-    """Return the metric and all metrics that it holds, each once. A collection's own ``modules`` may leave some out."""
+    """Return the metric and all metrics that it contains, each once. A collection's own ``modules`` may omit some."""
     return [m for m in nn.Module.modules(metric) if isinstance(m, _KINDS)]
 
 
 def _converted(metric: Any, conversion: Conversion, options: dict[str, Any]) -> Any:
-    """Return a converted copy of an instance. ``options`` go to the set-up of the metrics in it."""
+    """Return a converted copy of an instance. ``options`` are passed to the set-up of the metrics in it."""
     copied = _copy_of(metric)
     for part in _metrics_inside(copied):
         if _is_converted(type(part), conversion):
@@ -469,7 +471,7 @@ def _converted(metric: Any, conversion: Conversion, options: dict[str, Any]) -> 
 
 
 def _copy_of(metric: Any) -> Any:
-    """Return a copy with its own states, the same parameters, and no graph."""
+    """Return a copy with separate states, shared parameters, and without a graph."""
     memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
     for part in _metrics_inside(metric):
         attributes = vars(part)
@@ -477,5 +479,5 @@ def _copy_of(metric: Any) -> Any:
             if not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach()
         group = attributes.get("process_group")
-        memo[id(group)] = group  # a group of processes has no copy
+        memo[id(group)] = group  # a process group cannot be copied
     return copy.deepcopy(metric, memo)

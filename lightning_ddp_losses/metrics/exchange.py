@@ -1,7 +1,7 @@
-"""Exchanges the states of several metrics among all ranks at once: values of all ranks, gradient through this rank's own states.
+"""Exchanges the states of several metrics among all ranks together: values of all ranks, gradient through this rank's own states.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum. Each metric packs its states into a ``Packet``. A
-state is of one of three kinds:
+state has one of three kinds:
 
 | kind | state | gathered |
 |---|---|---|
@@ -9,20 +9,20 @@ state is of one of three kinds:
 | ``rows`` | a tensor or a list reduced by "cat": tensors (B, ...) | (G, ...), or no tensor if no rank has one |
 | ``list`` | any other list | the tensors of all ranks, each with its own shape |
 
-A handshake compares the metrics and their states. It carries the shapes of this rank's tensors, and their bytes if they fit (*inline*).
-If a rank has more, the bytes follow in one all-reduce, in place in the buffer that they are read from. There is no barrier and no
-collective in backward: every rank computes the same value from the same bytes, so its own slice gets its own gradient times W.
+A handshake compares the metrics and their states. It contains the shapes of this rank's tensors, and their bytes if they fit (*inline*).
+If the bytes of any rank do not fit, they follow in one all-reduce, in place in the buffer from which they are read. There is no barrier
+and no collective in backward: every rank computes the same value from the same bytes, so its own slice receives its own gradient times W.
 
-Each rank makes the same plan of the buffer from the shapes of all ranks (``buffer_plan``).
+Each rank derives the same plan of the buffer from the shapes of all ranks (``buffer_plan``).
 
-What the names, kinds and fixed shapes of the states decide is kept by the metric or collection that is called (``ExchangePlan``): the text
-of what must match and, if no state has rows or items, the description of this rank's tensors.
+Everything determined by the names, kinds and fixed shapes of the states is stored by the metric or collection that is called
+(``ExchangePlan``): the text of what must match and, if states do not have rows or items, the description of this rank's tensors.
 
-What a metric does in ``compute`` may be switched off (``sync_on_compute``). Ranks compare that setting in each exchange, as one that is
-switched off does not exchange.
+The exchange in ``compute`` may be disabled (``sync_on_compute``). Ranks compare that setting in each exchange, because a metric for which
+it is disabled does not take part.
 
-Measured (torchmetrics 1.9, torch 2.13, 2026): its own sync is one gather with a barrier for each state, 5 collectives for one
-``MeanSquaredError`` and 58 for a collection of six. Here it is one.
+Measured (torchmetrics 1.9, torch 2.13, 2026): torchmetrics' own sync is one gather with a barrier for each state, 5 collectives for one
+``MeanSquaredError`` and 58 for a collection of six. With this module it is one.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _CACHED = (
 
 
 class State(NamedTuple):
-    """A state on its way to the other ranks.
+    """A state to be sent to the other ranks.
 
     Attributes:
         name: Names of the metric and the state, for messages.
         kind: How the state is gathered.
         reduction: Name of the reduction, to compare between ranks.
         untouched: Whether the value is still the default.
-        value: Tensor, or list of tensors or of other objects (text, nests of tensors). Such objects are pickled.
-        device: Device of the metric. Tensors of a list on other devices are moved there.
+        value: Tensor, or list of tensors or of other objects (text, nests of tensors), which are pickled.
+        device: Device of the metric. Tensors of a list on other devices are moved to it.
         reduce: torchmetrics' reduction, a function of the stacked tensors or of the list, or None.
         weight: Number of this rank's rows, as a weight of means over ranks.
     """
@@ -92,7 +92,7 @@ class State(NamedTuple):
         return isinstance(self.value, list) and not all(isinstance(item, Tensor) for item in self.value)
 
     def tensors(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors to send, on one device. Rows have at least one dimension, and one dtype."""
+        """Return the tensors to send, on one device. Rows have at least one dimension and a common dtype."""
         if isinstance(self.value, Tensor):
             if self.kind == "stack" and self.value.device == device:
                 return [self.value]
@@ -104,7 +104,7 @@ class State(NamedTuple):
         if self.kind == "rows":
             tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
             dtypes = [tensor.dtype for tensor in tensors]
-            if len(set(dtypes)) > 1:  # as torch.cat joins them
+            if len(set(dtypes)) > 1:  # promote them as torch.cat does
                 wide = functools.reduce(torch.promote_types, dtypes)
                 tensors = [tensor.to(wide) for tensor in tensors]
         return [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
@@ -133,7 +133,7 @@ class Packet(NamedTuple):
         group: Process group. None is the world.
         configuration: Text of the metric's configuration.
         sync_on_compute: Whether the metric's ``compute`` will exchange its states.
-        upstream_grads: Text of the factors that came back into its values in backward.
+        upstream_grads: Text of the upstream gradients of its values.
         instance: Identity among metrics of one kind.
         metric: The metric, if its update may set attributes that are not states.
     """
@@ -156,10 +156,10 @@ class Received(NamedTuple):
     """
 
     states: list[Any]
-    attributes: Mapping[str, Any] = {}  # never changed
+    attributes: Mapping[str, Any] = {}  # never modified
 
 
-# ---------------------------------------------------------------------- what is decided once
+# ---------------------------------------------------------------------- plans that are computed once
 
 
 def plans_of(owner: object) -> Plans[ExchangePlan]:
@@ -173,7 +173,7 @@ def plans_of(owner: object) -> Plans[ExchangePlan]:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """What the signature of an exchange decides.
+    """What the signature of an exchange determines.
 
     Attributes:
         agreement: What must match, apart from the values that change in each call.
@@ -196,7 +196,7 @@ def _plan_of(
     packets: Sequence[Packet],
     plans: Plans[ExchangePlan],
 ) -> ExchangePlan:
-    """Return the plan of an exchange. It is made if the signature of the exchange is new."""
+    """Return the plan of an exchange, creating it if the signature is new."""
     device = states[0].device.type if states else "cpu"
     options = tuple([(packet.configuration, packet.sync_on_compute) for packet in packets])
     described = tuple([state[:4] for state in states])
@@ -235,7 +235,7 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
     Returns:
         The states of each packet, reduced over all ranks, with the same bits on every rank, and the attributes that this rank lacks.
 
-    Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
+    Gradient: this rank's own states receive W times the upstream gradient (which is the same on every rank).
 
     Communication:
         For each process group and kind of device one handshake. If the bytes of a rank do not fit in it, one all-reduce in place, on the
@@ -243,7 +243,7 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
         attributes that its compute reads, if some ranks had no update.
 
     Raises:
-        RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
+        RankMismatchError: on every rank, naming the state, when ranks disagree in a way without a right result.
     """
     has_one_group = len({packet.group for packet in packets}) == 1
     by_ranks: dict[Any, list[Packet]] = {}
@@ -256,7 +256,7 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
         if has_one_group:
             attributes.update(_exchange_in_group(title, together, plans, reduced))
             continue
-        # the caller reports an error to the ranks of one group
+        # the caller raises an error only on the ranks of one group
         with handshake.raising_on_all_ranks(title, group=together[0].group):
             attributes.update(_exchange_in_group(title, together, plans, reduced))
     received = []
@@ -268,11 +268,11 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
 
 @contextlib.contextmanager
 def naming_caches() -> Iterator[None]:
-    """Say in the error of a ``compute`` without an answer that a peer may have had its value in torchmetrics' cache."""
+    """Extend the error of a ``compute`` without an answer: a peer may have returned its value from torchmetrics' cache."""
     try:
         yield
     except PeerError as error:
-        # a peer that failed, or that is gone, has no value
+        # for a peer that failed or exited, the cache is not the reason
         if "no answer" not in str(error.got):
             raise
         parts = {**error.parts_as_text(), "fix": f"{error.fix} {_CACHED}"}
@@ -282,7 +282,7 @@ def naming_caches() -> Iterator[None]:
 def _exchange_in_group(
     title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan], reduced: dict[int, Any]
 ) -> dict[int, Mapping[str, Any]]:
-    """Exchange the states of packets of one group, on each kind of device separately. Add the reduced ones by identity of the state.
+    """Exchange the states of one group's packets, separately on each kind of device, and add the results to ``reduced`` by id of the state.
 
     Returns:
         Attributes that this rank lacks, by identity of the packet.
@@ -377,7 +377,7 @@ def _exchange_states(
 
 
 def _first_holders(states: Sequence[State]) -> list[int]:
-    """Return for each state the first state with the same tensors, which is itself if no earlier one has them."""
+    """Return for each state the first state with the same tensors, which is the state itself if it is the first one."""
     holder_of: dict[Any, int] = {}
     found = []
     for index, state in enumerate(states):
@@ -386,13 +386,13 @@ def _first_holders(states: Sequence[State]) -> list[int]:
         if isinstance(value, list):
             held = tuple(map(id, value))
         elif state.untouched and value.device.type == "cpu":
-            held = value.dtype, value.shape, host_bytes(value)  # each metric has its own defaults
+            held = value.dtype, value.shape, host_bytes(value)  # each metric has separate default tensors
         found.append(holder_of.setdefault((state.kind, state.reduce, held), index))
     return found
 
 
 def _joined_bytes(tensors: Sequence[Tensor], device: torch.device, are_equal: bool) -> bytes:
-    """Return the bytes of tensors, one after the other. They may all have the same dtype and shape."""
+    """Return the concatenated bytes of tensors, which may all have the same dtype and shape (``are_equal``)."""
     if are_equal:
         return host_bytes(torch.stack(tensors).detach().cpu())  # type: ignore[arg-type]
     if device.type != "cpu" and tensors:  # one copy to the host, not one per tensor
@@ -424,7 +424,7 @@ def _unpickled(data: Tensor, device: torch.device) -> Any:
 
 
 def _buffer_from_bytes(plan: BufferPlan, received: Sequence[bytes]) -> Tensor:
-    """Put inline bytes in their places."""
+    """Copy inline bytes to their positions."""
     if plan.size == 0:
         return torch.empty(0, dtype=torch.uint8)
     gathered = bytearray(plan.size)
@@ -435,7 +435,7 @@ def _buffer_from_bytes(plan: BufferPlan, received: Sequence[bytes]) -> Tensor:
 
 
 def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device, group: Group) -> Tensor:
-    """Put this rank's tensors in their places and gather the others'. Communication: one all-reduce."""
+    """Copy this rank's tensors to their positions and gather the tensors of its peers. Communication: one all-reduce."""
     buffer = torch.zeros(plan.size, dtype=torch.uint8, device=device)
     for slot in plan.slots[process_groups.rank(group)]:
         tensor = own[slot.sent.number]
@@ -446,9 +446,9 @@ def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device
 
 
 def _read_with_grad(plan: BufferPlan, buffer: Tensor, own: Sequence[Tensor], group: Group) -> list[list[Tensor]]:
-    """Read the tensors of each state from the buffer. Those that hold a part of this rank's get its graph."""
+    """Read the tensors of each state from the buffer. Tensors that contain a part of this rank's are connected to its graph."""
     read = plan.read(buffer)
-    # one autograd node for all: several tensors of this rank may lie in one that is read
+    # a single autograd node, because several tensors of this rank may be in one tensor that is read
     targets: dict[tuple[int, int], int] = {}
     sent: list[Tensor] = []
     places: list[Place] = []

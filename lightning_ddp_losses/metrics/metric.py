@@ -1,6 +1,6 @@
 """`DifferentiableMetric`: torchmetrics' base class, with a value over all ranks and the gradient of one process.
 
-A forward is a ``ForwardCall``: it updates on this batch alone, exchanges states, computes the value, and adds the batch to the accumulated
+A forward is a ``ForwardCall``: it updates on this batch only, exchanges states, computes the value, and adds the batch to the accumulated
 states. The calls of several metrics (a collection, a composition, a wrapper) share one exchange: ``run_forward``.
 """
 
@@ -40,12 +40,12 @@ from lightning_ddp_losses.metrics.states import (
     needs_whole_batch,
 )
 
-# means over rows. Their state ``total`` counts the rows
+# means over rows whose state ``total`` counts the rows
 _WINDOW_METRICS = (MeanSquaredError, MeanAbsoluteError)
 
 
 def _class_before_conversion(metric: Metric) -> type:
-    """Return the class that ``differentiable`` converted. A class of its own, which may compute something else, for others."""
+    """Return the class that ``differentiable`` converted, or the metric's own class, which may compute something else."""
     cls = type(metric)
     while "_original" in cls.__dict__:
         cls = cls.__dict__["_original"]
@@ -55,37 +55,40 @@ def _class_before_conversion(metric: Metric) -> type:
 class DifferentiableMetric(MetricStates):
     """A metric over all ranks with a value that can be trained on.
 
-    Subclass it exactly as ``torchmetrics.Metric``, or convert an existing metric with ``differentiable``. ``forward`` returns the
-    metric of the global batch, the same on every rank. ``compute`` returns that of everything since ``reset``, as in one process.
+    Subclass it exactly like ``torchmetrics.Metric``, or convert an existing metric with ``differentiable``. ``forward`` returns the
+    metric of the global batch, the same on every rank. ``compute`` returns the metric of everything since ``reset``, as in one process.
 
     Equivalent to: the metric called in one process on the inputs of all ranks, concatenated in rank order.
 
     Args:
         *args: Arguments of the metric.
         gather: ``"states"``: each rank updates on its own rows and the states are reduced over ranks, by the reductions of ``add_state``.
-            ``"inputs"``: the rows are gathered first, and every rank updates on all of them, for an update that
-            looks at the whole batch. ``"auto"``: states, but inputs for the metrics of torchmetrics that need it.
-        keep_graph: ``update`` keeps its graph, so that ``compute`` after several updates has a gradient. ``compute`` then detaches the
-            accumulated states. Without it only ``forward`` has a gradient.
-        **kwargs: Options of ``torchmetrics.Metric``, ``process_group`` among them.
+            ``"inputs"``: the rows are gathered first, and every rank updates on all of them, for an update that depends on the whole
+            batch. ``"auto"``: ``"inputs"`` for the metrics of torchmetrics that need it, otherwise ``"states"``.
+        keep_graph: Whether ``update`` keeps its graph, so that ``compute`` after several updates has a gradient. ``compute`` then detaches
+            the accumulated states. If False, only ``forward`` has a gradient.
+        **kwargs: Options of ``torchmetrics.Metric``, including ``process_group``.
 
-    torchmetrics' ``dist_sync_fn`` is refused, because a user's gather does not have the gradient of one process. A class also refuses
-    ``dist_sync_on_step=False``, as the value of one rank has another gradient, for members of wrappers too. ``synced`` takes both options.
+    torchmetrics' ``dist_sync_fn`` is rejected, because a user's gather does not have the gradient of one process. A class also rejects
+    ``dist_sync_on_step=False``, including for members of wrappers, because the value of one rank has a different gradient. ``synced``
+    accepts both options.
 
     States reduced by "mean": ``forward`` of a metric with ``full_state_update = False`` accumulates the mean over the rows of all
-    ranks. After ``update`` (or ``forward`` of another metric) each rank has the mean of its rows, and ``compute`` weighs these by the
-    ranks' rows since ``reset``. It equals one process if each rank's share of the rows is the same at every update, and is near it if not.
+    ranks. After ``update`` (or ``forward`` of another metric) each rank has the mean of its rows, and ``compute`` weights these by the
+    ranks' rows since ``reset``. The result is equal to one process if each rank's share of the rows is the same in every update, and close
+    to it otherwise.
 
-    A rank without rows does not count, even if the metric's update fails without rows.
+    A rank without rows is not counted, even if the metric's update fails without rows.
 
-    Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (a
-        factor that differs is an error at the next call).
+    Gradient: after DDP's mean over ranks, the gradient of one process. Multiply the value by the same factor on every rank (a
+        factor that differs is an error in the next call).
 
-    Communication: ``forward`` and ``compute`` one handshake with the states in it, or one more collective for many of them.
-        No barrier, and none in backward. ``update`` none. With ``gather="inputs"`` ``update`` is as ``forward``, and ``compute`` none.
+    Communication: ``forward`` and ``compute`` one handshake that contains the states, or one more collective for many of them.
+        There is no barrier, and none in backward. ``update`` none. With ``gather="inputs"`` ``update`` is as ``forward``, and ``compute``
+        none.
 
     Raises:
-        ConfigurationError: options that cannot work, or a value without gradient although an input asks for one.
+        ConfigurationError: for unsupported options, or for a value without gradient although an input requires one.
         RankMismatchError: on every rank, for states that differ in shape or dtype, naming the state.
 
     Example:
@@ -109,7 +112,7 @@ class DifferentiableMetric(MetricStates):
     """
 
     sees_global_batch = True
-    _keep = False  # whether the class was made with without_gradient="keep"
+    _keep = False  # whether the class was created with without_gradient="keep"
 
     def __init__(self, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> None:
         on_step = kwargs.pop("dist_sync_on_step", True)
@@ -119,7 +122,7 @@ class DifferentiableMetric(MetricStates):
     def _set_up(
         self, *, gather: Gather, keep_graph: bool, on_step: object = True, expects_gradient: bool = True
     ) -> None:
-        """Add the record of this package to a metric that torchmetrics has set up."""
+        """Add the record of this package to a metric that torchmetrics has initialised."""
         check_options(self, gather, on_step)
         if gather == "auto":
             gather = "inputs" if needs_whole_batch(self) else "states"
@@ -140,7 +143,7 @@ class DifferentiableMetric(MetricStates):
             **kwargs: Keyword arguments of ``update``.
 
         Returns:
-            The value, as of ``compute``, equal on every rank.
+            The value, as returned by ``compute``, equal on every rank.
         """
         if self._is_synced:
             raise TorchMetricsUserError(
@@ -181,15 +184,15 @@ class DifferentiableMetric(MetricStates):
         rows = inputs.num_rows(args, kwargs)
         may_skip = rows == 0 and self._may_skip(args, kwargs)
         self._enable_grad = record.keep_graph and torch.is_grad_enabled()
-        record.in_forward = True  # update is the plain one then
+        record.in_forward = True  # the wrapped update then calls the plain one
         try:
             is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
         finally:
             self._enable_grad, record.in_forward = False, False
         record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
-        if rows == 0 and record.keep_graph:  # some metrics leave out an update without rows by themselves
+        if rows == 0 and record.keep_graph:  # some metrics ignore an update without rows themselves
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
-        if not record.keep_graph:  # items of a list bring their own graph
+        if not record.keep_graph:  # items of a list may have their own graph
             self._assign(detached(self._states()))
             self._drop_graphs()
 
@@ -206,7 +209,7 @@ class DifferentiableMetric(MetricStates):
             with precision.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
             if self._record.keep_graph:
-                # the graph ends here: accumulated states go on without it
+                # the graph ends here, and accumulated states continue without it
                 self._assign(detached(self._states()))
                 value = autograd_graph.attach_zero_grad(value, self._record.inputs_without_rows, [])
                 self._record.inputs_without_rows = []
@@ -218,13 +221,13 @@ class DifferentiableMetric(MetricStates):
         return eager_recursive(wrapped)
 
     def _copy_state_dict(self) -> dict[str, Any]:
-        """Return the states that ``unsync`` puts back: this rank's own, not copied."""
+        """Return the states that ``unsync`` restores: this rank's own states, not copied."""
         return detached(self._states())
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
     ) -> None:
-        """Replace the states by those of all ranks. A list that is empty on all ranks stays an empty list, as in one process.
+        """Replace the states by the states of all ranks. A list that is empty on all ranks stays an empty list, as in one process.
 
         Communication: one handshake, or one more collective.
         """
@@ -232,11 +235,11 @@ class DifferentiableMetric(MetricStates):
             _refuse_sync_fn(self, dist_sync_fn)
         group = process_group or self.process_group
         if process_groups.world_size(group) == 1 or self._record.gather == "inputs":
-            return  # every rank has them already
+            return  # every rank already has the states of all rows
         self._exchange_states(self._title("compute"), group)
 
     def reset(self) -> None:
-        """Go back to the defaults."""
+        """Reset the states to their defaults."""
         super().reset()
         if "_record" in self.__dict__:
             self._record.seen, self._record.inputs_without_rows = Seen(), []
@@ -251,7 +254,7 @@ class DifferentiableMetric(MetricStates):
             self._record.seen = seen._replace(rows=seen.rows + incoming_state._record.seen.rows)
         if isinstance(incoming_state, Metric) and isinstance(incoming_state, kind):
             incoming_state = incoming_state.metric_state
-        self.dist_sync_on_step = False  # torchmetrics asks. Accumulated states are not synced here
+        self.dist_sync_on_step = False  # torchmetrics checks it, but accumulated states are not synced by a merge
         try:
             super().merge_state(incoming_state)
         finally:
@@ -282,7 +285,7 @@ class DifferentiableMetric(MetricStates):
         )
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether an update has no rows while other ranks may have some."""
+        """Return whether an update is without rows while other ranks may have some."""
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
         is_empty = bool(batches) and all(batch.numel() == 0 for batch in batches)
         return is_empty and self._has_peers and self._record.gather == "states"
@@ -294,8 +297,8 @@ class DifferentiableMetric(MetricStates):
 class ForwardCall:
     """One forward of one metric: ``begin`` before the exchange, ``finish`` after it.
 
-    In between the metric holds this batch alone. ``end`` puts the accumulated states back: with the batch if the forward succeeded,
-    unchanged if it failed.
+    Between the two calls the metric only holds this batch. ``end`` restores the accumulated states: including the batch if the forward
+    succeeded, unchanged if it failed.
 
     Args:
         metric: The metric.
@@ -303,7 +306,7 @@ class ForwardCall:
         kwargs: Keyword arguments of its update.
 
     Attributes:
-        packet: Tensors to exchange, None without other ranks.
+        packet: Tensors to exchange. None without other ranks.
         value: The value, after ``finish``.
     """
 
@@ -321,7 +324,7 @@ class ForwardCall:
         self._has_peers = False
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs.
+        """Update on this batch only. A metric that depends on the whole batch updates after the exchange of its inputs.
 
         Args:
             parameters: Parameters of all metrics of the call.
@@ -338,7 +341,7 @@ class ForwardCall:
             self.packet = metric._packet(metric._to_send(self._rows, untouched))
 
     def _update(self) -> None:
-        """Put the accumulated states aside, and update from the defaults."""
+        """Set the accumulated states aside, and update from the defaults."""
         metric, args, kwargs = self.metric, self._args, self._kwargs
         self._rows = inputs.num_rows(args, kwargs)
         may_skip = self._rows == 0 and metric._may_skip(args, kwargs)
@@ -346,7 +349,7 @@ class ForwardCall:
         before = metric._states()
         self._aside = Progress(before, metric._update_count, metric._record.seen)
         metric._record.in_forward = True
-        # states that do not add up need a second update, on the accumulated ones
+        # states that do not add up require a second update, on the accumulated states
         if not metric._adds_up():
             self._accumulated = metric._states_after(before, args, kwargs, may_skip=may_skip)
         metric._clear()
@@ -369,7 +372,7 @@ class ForwardCall:
             self._update()
         elif self.packet is not None:
             reduced = metric._receive(received)
-            # a rank's share of the rows may change from step to step
+            # a rank's share of the rows may differ between steps
             if metric.sync_on_compute and self._accumulated is None:
                 for name in metric._means():
                     self._batch[name] = reduced[name]
@@ -393,7 +396,7 @@ class ForwardCall:
                 got="none, in one process either: it is computed from ranks, counts or decisions",
                 fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
             )
-        # other ranks have the same value: watch the gradient that comes back into it
+        # other ranks have the same value: watch its upstream gradient
         metric._forward_cache = inputs.map_tensors(Tensor.detach, value)
         if self._has_peers:
             for tensor in tensors:
@@ -402,7 +405,7 @@ class ForwardCall:
         self.value = value
 
     def _accumulate(self) -> None:
-        """Add the batch to the states that were put aside."""
+        """Add the batch to the states that were set aside."""
         metric, aside, states = self.metric, self._aside, self._accumulated
         assert aside is not None  # by _update
         metric._update_count = aside.update_count + 1
@@ -414,7 +417,7 @@ class ForwardCall:
         self._aside = Progress(states, aside.update_count + 1, seen)
 
     def end(self) -> None:
-        """Put the accumulated states back. A second call has no effect."""
+        """Restore the accumulated states. A second call has no effect."""
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return
@@ -434,7 +437,7 @@ class ForwardCall:
             counted = metric.total
             assert isinstance(counted, Tensor)
             total = float(counted)
-            if not total:  # a mean without rows has no gradient
+            if not total:  # a mean without rows does not have a gradient
                 value = value.detach()
                 return self._with_zero_grad(torch.zeros_like(value) if window.gives_shares else value)
             # one mean for each output
@@ -466,7 +469,7 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
                 exchanged = iter(exchange(title, packets, plans_of(owner)))
                 for forward in together:
                     forward.finish(Received([]) if forward.packet is None else next(exchanged))
-            finally:  # every metric gets its states back, also if another one fails
+            finally:  # restore the states of every metric, even if another metric fails
                 for forward in together:
                     forward.end()
         value = owner._value_of(iter(forwards))
@@ -477,7 +480,7 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _rounds(forwards: Sequence[ForwardCall]) -> list[Collection[ForwardCall]]:
-    """Return the forwards that run together: a metric that several members share takes one in each round."""
+    """Return the forwards that run together: a metric shared by several members takes part once in each round."""
     rounds: list[dict[int, ForwardCall]] = []
     for forward in forwards:
         key = id(forward.metric)
@@ -493,10 +496,10 @@ def _rounds(forwards: Sequence[ForwardCall]) -> list[Collection[ForwardCall]]:
 def in_full_precision(
     owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors]]:
-    """Compute in full precision inside the block, on the arguments that it gets. An error on one rank is raised on all.
+    """Compute in full precision inside the block, on the yielded arguments. An error on one rank is raised on all ranks.
 
     Args:
-        owner: The metric, composition or collection. Its parameters and inputs fix the precision.
+        owner: The metric, composition or collection. Its parameters and inputs determine the precision.
         title: Name of the operation, for messages.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
@@ -514,14 +517,14 @@ def in_full_precision(
             precision.cast_module(owner, plan.dtype),
         ):
             yield args, kwargs, tensors
-    except Exception as error:  # what all ranks raise alike passes through
+    except Exception as error:  # an error raised equally by all ranks passes through
         if not owner._has_peers:
             raise
         handshake.raise_on_all_ranks(error, title, group=owner.process_group)
 
 
 def _precision_plan(owner: Any, tensors: precision.CallTensors) -> autograd_graph.FullPrecisionPlan:
-    """Return how a call computes. It is decided once for each combination of dtypes, devices and modes of torch."""
+    """Return the precision plan of a call, computed once for each combination of dtypes, devices and modes of torch."""
     weights = [*tensors.parameters, *compat.all_slots(tensors.modules, "buffers")]
     of_weights = [None if weight is None else weight.dtype for weight in weights]
     of_given = [(tensor.dtype, tensor.device.type) for tensor in tensors.given]
@@ -553,7 +556,7 @@ def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: d
 
 
 def _with_rows(rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments of an update with the rows of all ranks in place of this rank's."""
+    """Return the arguments of an update with the rows of all ranks in place of this rank's rows."""
     remaining = iter(rows)
     return inputs.map_tensors(lambda t: next(remaining) if t.ndim else t, (args, kwargs))
 
@@ -562,7 +565,7 @@ def _with_rows(rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def check_options(metric: DifferentiableMetric, gather: str, on_step: object) -> None:
-    """Refuse options that cannot go with a value over all ranks.
+    """Reject options that are incompatible with a value over all ranks.
 
     Raises:
         ConfigurationError: naming the option.
@@ -588,7 +591,7 @@ def _refuse_sync_fn(metric: DifferentiableMetric, dist_sync_fn: Callable[..., An
 
 
 def check_on_step(cls: type, on_step: object) -> None:
-    """Refuse ``dist_sync_on_step`` that is not True.
+    """Reject ``dist_sync_on_step`` unless it is True.
 
     Raises:
         ConfigurationError: quoting it.

@@ -1,16 +1,16 @@
-"""The nearest rows of a gallery that is spread over the ranks, without a matrix of all distances.
+"""The nearest rows of a gallery that is distributed over the ranks, without a matrix of all distances.
 
-Each rank keeps its part of the gallery. A block of queries goes round the ranks, each adds its nearest rows, and what comes back is merged
-by distance, then number: the same rows in the same order as one process finds them. Alive are one tile of scores and, for each query of
-the block, as many rows as it asks for.
+Each rank keeps its part of the gallery. A block of queries is passed around the ranks, each of which adds its nearest rows, and the results
+are merged by distance, then by number: the same rows in the same order as found by one process. Memory is used for one tile of scores and,
+for each query of the block, as many rows as it requests.
 
-In a tile, groups of ``_GROUP`` neighbouring columns are reduced to their largest score first, in one pass over the tile. The k-th largest
+In a tile, groups of ``_GROUP`` neighbouring columns are first reduced to their largest score, in one pass over the tile. The k-th largest
 of these is a lower bound of the k best scores, so only the few scores that reach it are read again and sorted. Rows with many equal scores
 at the bound are searched in slower passes.
 
-Products of equal rows must be equal for this order, wherever the rows are in a tile. They are for float32 on a CPU if tiles have 16 rows
-and columns or multiples of that (torch 2.13 with MKL, measured), so tiles are filled up with zeros. Products of float64 may differ by the
-last bit.
+This order requires that products of equal rows are equal, regardless of the position of the rows in a tile. This is the case for float32 on
+a CPU if tiles have 16 rows and columns or multiples of that (torch 2.13 with MKL, measured), so tiles are padded with zeros. Products of
+float64 may differ in the last bit.
 
 Legend: ``n`` queries, ``D`` embedding size, ``g`` rows of this rank's gallery, ``T`` columns of a tile, ``k`` rows to find.
 """
@@ -32,9 +32,9 @@ from lightning_ddp_losses.metrics.retrieval_rows import ABSENT, places_in
 
 _GROUP = 32  # columns
 _ROW_STEP, _COLUMN_STEP = 16, 64  # tiles have multiples of these
-_HOST_BYTES, _DEVICE_BYTES = 32 << 20, 256 << 20  # of a tile
-_PAIR_BYTES = 32 << 20  # of differences of rows that a distance makes at a time
-_EXACT_BYTES = 8 << 20  # of counters in the pass over rows with equal scores
+_HOST_BYTES, _DEVICE_BYTES = 32 << 20, 256 << 20  # size of a tile
+_PAIR_BYTES = 32 << 20  # size of the row differences that a distance computes at a time
+_EXACT_BYTES = 8 << 20  # size of the counters in the pass over rows with equal scores
 _NAMES = ("CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance")
 
 
@@ -42,7 +42,7 @@ _NAMES = ("CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance
 
 
 class Scores:
-    """A distance as scores, of which larger ones are nearer.
+    """A distance expressed as scores, where larger scores are nearer.
 
     Args:
         distance: Name of a distance of pytorch-metric-learning, or an instance with its options.
@@ -72,11 +72,11 @@ class Scores:
 
     @property
     def needs_variance(self) -> bool:
-        """Whether a row must have numbers that differ."""
+        """Whether the numbers of a row must not all be equal."""
         return isinstance(self.distance, SNRDistance)
 
     def prepared(self, rows: Tensor) -> Tensor:
-        """Return rows (n, D) as they are compared."""
+        """Return rows (n, D) in the form in which they are compared."""
         prepared: Tensor = self.distance.maybe_normalize(rows)
         return prepared
 
@@ -95,15 +95,15 @@ class Scores:
             out[:, part] = found if self.distance.is_inverted else -found
 
 
-# ---------------------------------------------------------------------- what is found
+# ---------------------------------------------------------------------- results of a search
 
 
 class Nearest(NamedTuple):
     """The nearest rows of some queries, in order: by score, then by number.
 
     Attributes:
-        scores: (n, k). Minus infinity where there is no row.
-        numbers: (n, k) int64, of the rows in the gallery. ``ABSENT`` where there is none.
+        scores: (n, k). Minus infinity for missing rows.
+        numbers: (n, k) int64, of the rows in the gallery. ``ABSENT`` for missing rows.
     """
 
     scores: Tensor
@@ -116,7 +116,7 @@ class Nearest(NamedTuple):
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> Nearest:
-        """Return what ``packed`` was made of."""
+        """Return the value that ``packed`` was called on."""
         scores, numbers = packed.chunk(2, 1)
         floating = torch.float32 if packed.dtype == torch.int32 else torch.float64
         return cls(scores.contiguous().view(floating), numbers.long())
@@ -142,7 +142,7 @@ class Queries(NamedTuple):
 
     Attributes:
         rows: (n, D), prepared.
-        own: (n,), number of the gallery's row that is the query itself. -1: there is none.
+        own: (n,), number of the gallery's row that is the query itself, or -1.
         labels: (n,).
     """
 
@@ -188,7 +188,7 @@ class GalleryPart:
         found = self._none(len(queries.rows), 1)
         for columns, scores in self._tiles(queries):
             scores.masked_fill_(self._labels[columns] != queries.labels.unsqueeze(1), -torch.inf)
-            best, places = scores.max(1, keepdim=True)  # of equal ones the first
+            best, places = scores.max(1, keepdim=True)  # the first one if several are equal
             numbers = self._numbers[places + columns.start]
             numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
             found = found.merged(Nearest(best, numbers), 1)
@@ -205,11 +205,11 @@ class GalleryPart:
         return found
 
     def _none(self, n: int, k: int) -> Nearest:
-        """Return places (n, k) without rows."""
+        """Return results (n, k) without rows."""
         return Nearest(self._rows.new_full((n, k), -torch.inf), self._numbers.new_full((n, k), ABSENT))
 
     def _tiles(self, queries: Queries) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the scores (n, T) of one part of the gallery after the other, -inf for a query itself. A tile is valid until the next."""
+        """Yield the scores (n, T) of each part of the gallery, -inf for a query itself. A tile is valid until the next one."""
         n = len(queries.rows)
         if n == 0 or self._count == 0:
             return
@@ -228,18 +228,18 @@ class GalleryPart:
             scores = self._buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
             self._scores.write(rows, columns, scores)
             scores = scores[:n]
-            # a query whose own row is elsewhere writes the score of the first column over itself
+            # a query whose own row is in another tile overwrites the score of the first column by itself
             is_here = (own >= start) & (own < start + len(columns))
             place = torch.where(is_here, own - start, 0).unsqueeze(1)
             score = torch.where(is_here.unsqueeze(1), -torch.inf, scores.gather(1, place))
             scores.scatter_(1, place, score)
-            # columns that only fill the tile up
+            # padding columns
             scores[:, max(self._count - start, 0) :] = -torch.inf
             yield slice(start, start + len(columns)), scores
 
 
 def _filled_up(rows: Tensor, step: int) -> Tensor:
-    """Return rows (n, D) with rows of zeros after them, up to a multiple of ``step``."""
+    """Return rows (n, D) padded with rows of zeros to a multiple of ``step``."""
     missing = -len(rows) % step
     if not missing:
         return rows
@@ -250,17 +250,17 @@ def _filled_up(rows: Tensor, step: int) -> Tensor:
 
 
 def best_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest scores (n, k) of each row of (n, T), and their columns. Of equal scores the first columns are taken.
+    """Return the k largest scores (n, k) of each row of (n, T), and their columns. Among equal scores the first columns are chosen.
 
-    NaN counts as the largest. Rows with fewer than k scores above minus infinity are filled up with it, and with any columns.
+    NaN counts as the largest. Rows with fewer than k scores above minus infinity are padded with it, and with arbitrary columns.
     """
     n, width = scores.shape
-    # 1. the best score of each group of columns. k groups reach the k-th of them, so none of the k best scores is lower
+    # 1. the best score of each group of columns. k groups reach the k-th largest of these, so none of the k best scores is lower
     size = _GROUP if width % _GROUP == 0 and width // _GROUP >= 2 * k else 1
     groups = scores if size == 1 else scores.view(n, width // size, size).amax(2)
     lowest = groups.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
-    lowest = lowest.clamp(min=torch.finfo(scores.dtype).min)  # columns of minus infinity are no candidates
-    # 2. the groups with such scores. Rows in which far more than k are equal are left for the end
+    lowest = lowest.clamp(min=torch.finfo(scores.dtype).min)  # exclude columns of minus infinity
+    # 2. the groups with such scores. Rows in which far more than k are equal are processed at the end
     is_chosen = ~(groups < lowest)
     chosen_counts = is_chosen.sum(1, keepdim=True)
     is_crowded = chosen_counts > 2 * k
@@ -280,7 +280,7 @@ def best_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_rows(scores: Tensor, rows: Tensor, columns: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of some scores of each row, and their columns. They are given by rows, and by columns in a row."""
+    """Return the k largest of some scores of each row, and their columns. The input is sorted by row, then by column."""
     counts = torch.bincount(rows, minlength=n)
     starts = counts.cumsum(0) - counts
     places = torch.arange(len(rows), device=rows.device) - starts[rows]
@@ -295,7 +295,7 @@ def _sorted_rows(scores: Tensor, rows: Tensor, columns: Tensor, n: int, k: int) 
 
 
 def _best_of_crowded(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return what ``best_columns`` returns, for any scores, in passes over all of them."""
+    """Return the result of ``best_columns`` for any scores, in passes over all of them."""
     finite = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
     last = finite.topk(k, 1, sorted=False).values.amin(1, keepdim=True)
     columns = _first_of_equal(finite, last, k)
@@ -304,7 +304,7 @@ def _best_of_crowded(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_of_equal(scores: Tensor, last: Tensor, k: int) -> Tensor:
-    """Return the columns (n, k), ascending, of scores above ``last`` (n, 1) and of the first that equal it."""
+    """Return the columns (n, k), ascending, of scores above ``last`` (n, 1) and of the first scores equal to it."""
     is_better = scores > last
     is_equal = scores == last
     missing = k - is_better.sum(1, keepdim=True)
@@ -314,7 +314,7 @@ def _first_of_equal(scores: Tensor, last: Tensor, k: int) -> Tensor:
 
 @contextlib.contextmanager
 def search_precision(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Search without gradient, autocast and TF32 for the length of a block."""
+    """Search without gradient, autocast and TF32 for the duration of a block."""
     before: Any = torch.get_float32_matmul_precision()
     with torch.no_grad(), precision.full_precision(dtype, [device.type]):
         if device.type == "cpu" or before == "highest":

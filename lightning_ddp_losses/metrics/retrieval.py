@@ -1,8 +1,9 @@
 """``EmbeddingRetrieval``: retrieval metrics over the rows of all ranks, without a matrix of all distances.
 
-Averages of the ranks' own metrics are not the metrics of the whole set, as each query is then searched for among the rows of one rank only.
-Gathering all rows costs their memory on each rank, and a matrix of all distances (G, G) more than there is. Here each rank keeps its rows,
-and they are no states of torchmetrics: what torchmetrics does with states (sync, forward, pickling) only chooses whose rows count.
+Averages of per-rank metrics differ from the metrics of the whole set, because each query is then only compared with the rows of one rank.
+Gathering all rows requires memory for all of them on each rank, and a matrix of all distances (G, G) exceeds the available memory. In this
+implementation each rank keeps its rows. They are not torchmetrics states: torchmetrics' operations on states (sync, forward, pickling) only
+select whose rows are used.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``D`` embedding size.
 """
@@ -29,11 +30,11 @@ from lightning_ddp_losses.metrics.states import ExchangingMetric
 
 
 class RetrievalMember(ExchangingMetric):
-    """One metric of an ``EmbeddingRetrieval``. It has no states: the rows are those of the collection.
+    """One metric of an ``EmbeddingRetrieval``, without states: the rows belong to the collection.
 
     Args:
         name: Name of the metric.
-        evaluation: What all members share.
+        evaluation: Object shared by all members.
         **kwargs: Options of ``torchmetrics.Metric``.
     """
 
@@ -53,7 +54,7 @@ class RetrievalMember(ExchangingMetric):
         expect(not self.compute_on_cpu, f"{TITLE}: compute_on_cpu", expected="False", got="True", fix=fix)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse rows: they belong to the collection."""
+        """Reject rows, because they belong to the collection."""
         raise ConfigurationError(
             f"{TITLE}: update of its member {self.name!r}",
             expected="update of the EmbeddingRetrieval, which holds the rows of all members",
@@ -71,20 +72,20 @@ class RetrievalMember(ExchangingMetric):
         return self._evaluation.values("compute", ranks, self.device)[self.name].clone()
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        # a rank without rows has a value too, and the ranks decide together whether the last value holds
+        # a rank without rows has a value as well, and the ranks decide together whether the last value is still valid
         return eager_recursive(compute)
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
     ) -> None:
-        """Note that the next value is that of all ranks. No row is gathered. Communication: none."""
+        """Compute the next value over all ranks. Rows are not gathered. Communication: none."""
         expected = "None: rows are not gathered"
         is_known = dist_sync_fn in (None, gather_all_tensors)
         expect(is_known, f"{TITLE}: dist_sync_fn", expected=expected, got="a function", fix="Leave it out.")
         self._given_group = process_group or self.process_group
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
-        """Refuse to merge: there are no states."""
+        """Reject merging, because there are no states."""
         raise ConfigurationError(
             f"{TITLE}: merge_state",
             expected="rows that are given to update",
@@ -100,7 +101,7 @@ class RetrievalMember(ExchangingMetric):
 
     @property
     def _waits(self) -> bool:
-        return False  # it has no states for the exchange of a collection
+        return False  # a collection does not have to exchange any states for it
 
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         moved = super()._apply(fn, *args, **kwargs)
@@ -111,48 +112,49 @@ class RetrievalMember(ExchangingMetric):
 class EmbeddingRetrieval(Members, MetricCollection):
     """Retrieval metrics over the rows of all ranks, without a matrix of all distances.
 
-    It is a ``MetricCollection`` with one member for each metric. All share the rows, so ``self.log_dict(metric)`` of a LightningModule
-    works. Each query is compared with all rows of the gallery but itself. Its relevant rows are those of its label.
+    It is a ``MetricCollection`` with one member for each metric. All members share the rows, so ``self.log_dict(metric)`` of a
+    LightningModule works. Each query is compared with all rows of the gallery except itself. Its relevant rows are the rows with its label.
 
     Args:
-        metrics: Names: ``precision_at_1``, ``precision@k``, ``hit_rate@k`` (1 if any of the k nearest rows is relevant, what metric
-            learning calls recall@k), ``recall@k`` (share of the relevant rows that are among the k nearest), ``r_precision``,
+        metrics: Names: ``precision_at_1``, ``precision@k``, ``hit_rate@k`` (1 if any of the k nearest rows is relevant, called recall@k in
+            metric learning), ``recall@k`` (share of the relevant rows that are among the k nearest), ``r_precision``,
             ``map_at_r``, ``ndcg@k``, ``mrr``, ``mrr@k``, ``knn_accuracy@k``, each with a number for k. ``retrieval_measures`` defines them.
         distance: How rows are compared: ``"CosineSimilarity"``, ``"DotProductSimilarity"``, ``"LpDistance"``, ``"SNRDistance"``, or an
-            instance of a distance of pytorch-metric-learning, with its options. By name each divides rows by their length, as there: for
-            plain products give ``DotProductSimilarity(normalize_embeddings=False)``.
-        shared_index: Whether queries and gallery are numbered together. A query is then not compared with the row of the gallery that
-            has its index. False: they are numbered apart, and only rows of role ``"both"`` are left out as their own neighbours.
-        prefix: Put before the names, as in ``MetricCollection``.
-        postfix: Put after the names.
+            instance of a distance of pytorch-metric-learning, with its options. If given by name, each normalises rows to unit length, as
+            in that library: for plain products pass ``DotProductSimilarity(normalize_embeddings=False)``.
+        shared_index: Whether queries and gallery are numbered together. If so, a query is not compared with the row of the gallery that
+            has its index. If False, they are numbered separately, and only rows of role ``"both"`` are excluded as their own neighbours.
+        prefix: Prepended to the names, as in ``MetricCollection``.
+        postfix: Appended to the names.
         **kwargs: Options of ``torchmetrics.Metric``: ``process_group``, ``sync_on_compute``, ``dist_sync_on_step``,
             ``distributed_available_fn``.
 
-    Ties are in the order of the index: of rows at the same distance, the one with the lower index is nearer. Without indices it is the
-    order of the rows in one process: those of rank 0 first.
+    Ties are broken by index: among rows at the same distance, the one with the lower index is nearer. Without indices, the order of the
+    rows in one process is used, which starts with the rows of rank 0.
 
-    Rows with an index that was given before do not count (samplers repeat rows to give each rank as many): the first in rank order counts.
+    Rows with a repeated index are not counted (samplers repeat rows to equalise the number of rows per rank): the first one in rank order
+    counts.
 
-    Queries without a relevant row do not count, members of classes of one among them. ``counts`` says how many there are. Without any query
-    that counts all values are NaN.
+    Queries without a relevant row are not counted, including members of classes with a single row. ``counts`` contains their number. If no
+    query counts, all values are NaN.
 
-    Rows of half precision are compared in float32, of float64 in float64. Neither autocast nor TF32 applies.
+    Rows of half precision are compared in float32, rows of float64 in float64. Neither autocast nor TF32 applies.
 
-    ``sync``, ``forward``, ``dist_sync_on_step`` and pickling never gather rows: they choose whose rows the value is made of. A pickle has
-    the rows of this rank. ``state_dict`` has none.
+    ``sync``, ``forward``, ``dist_sync_on_step`` and pickling never gather rows: they select whose rows the value is computed from. A pickle
+    contains the rows of this rank. ``state_dict`` does not contain any rows.
 
     Returns:
-        From ``compute``: a dict of float64 tensors, 0-dim, equal on every rank. From ``forward``: that of the batch, of this rank, or with
-        ``dist_sync_on_step=True`` of all ranks.
+        From ``compute``: a dict of float64 tensors, 0-dim, equal on every rank. From ``forward``: the values of the batch on this rank, or
+        with ``dist_sync_on_step=True`` on all ranks.
 
     Memory: this rank's rows, twice, 24 bytes for each row of all ranks, a tile of 32 MiB (256 MiB on an accelerator), and the k or R
         nearest rows of a block of queries.
 
-    Communication: ``update`` none. ``compute`` a handshake, a gather of 24 bytes a row, and for each block of queries W - 1 messages of the
-        queries' rows and as many of what was found. ``mrr``: two more round trips for queries without a relevant row among the 10 nearest.
+    Communication: ``update`` none. ``compute`` a handshake, a gather of 24 bytes per row, and for each block of queries W - 1 messages with
+        the queries' rows and as many with results. ``mrr``: two more round trips for queries without a relevant row among the 10 nearest.
 
     Raises:
-        ConfigurationError: for options that cannot work.
+        ConfigurationError: for unsupported options.
         InputError: on every rank, for rows that are not finite, or rows of one index with several labels.
         RankMismatchError: on every rank, for rows of different widths, or with an index on some ranks only.
 
@@ -189,7 +191,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
 
     @property
     def counts(self) -> RetrievalCounts | None:
-        """The numbers of rows that the last value is made of. None before the first."""
+        """The numbers of rows from which the last value was computed. None before the first value."""
         return self._evaluation.counts
 
     @eager_recursive
@@ -199,13 +201,13 @@ class EmbeddingRetrieval(Members, MetricCollection):
         """Store rows of this rank.
 
         Args:
-            embeddings: (B, D), floating. B may be 0 and differ per rank.
+            embeddings: (B, D), floating point. B may be 0 and differ per rank.
             labels: (B,), integers or booleans.
-            index: (B,), position of each row in the whole data set. Give it in all updates or in none.
-            role: ``"query"``, ``"gallery"``, or ``"both"``: each row is a query among the others.
+            index: (B,), position of each row in the whole dataset. Pass it in all updates or in none.
+            role: ``"query"``, ``"gallery"``, or ``"both"``: each row is a query among the remaining rows.
 
         Raises:
-            InputError: on every rank, for tensors that do not fit together.
+            InputError: on every rank, for tensors that are incompatible with each other.
         """
         self._add(self._evaluation.rows, "update", embeddings, labels, index, role)
         for member in self._retrieval_members():
@@ -215,7 +217,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
     def forward(
         self, embeddings: Tensor, labels: Tensor, index: Tensor | None = None, role: Role = "both"
     ) -> dict[str, Any]:
-        """Store rows of this rank, and return the values of this batch. Arguments as in ``update``."""
+        """Store rows of this rank, and return the values of this batch. The arguments are the same as for ``update``."""
         first = self._retrieval_members()[0]
         batch = RetrievalRows()
         self._add(batch, "forward", embeddings, labels, index, role)
@@ -233,7 +235,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
 
     @eager_recursive
     def compute(self) -> dict[str, Any]:
-        """Return the values over the rows of all ranks since ``reset``, by one search for all of them."""
+        """Return the values over the rows of all ranks since ``reset``, computed by a single search."""
         evaluation = self._evaluation
         self._retrieval_members()[0].compute()
         evaluation.is_held = True
@@ -249,7 +251,7 @@ class EmbeddingRetrieval(Members, MetricCollection):
     def _add(
         self, rows: RetrievalRows, where: str, embeddings: Tensor, labels: Tensor, index: Tensor | None, role: Role
     ) -> None:
-        """Store rows, or raise one error on every rank."""
+        """Store rows, or raise the same error on every rank."""
         first = self._retrieval_members()[0]
         try:
             rows.add(TITLE, embeddings, labels, index, role)

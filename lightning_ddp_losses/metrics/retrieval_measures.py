@@ -1,19 +1,19 @@
-"""What retrieval metrics are: the value of each query, from the relevant rows among its nearest.
+"""Definitions of retrieval metrics: the value of each query, from the relevant rows among its nearest rows.
 
 A row of the gallery is *relevant* to a query if it has the query's label and is not the query itself. Legend: ``n`` queries, ``k`` rows of
 the gallery in order, nearest first, ``R`` relevant rows of a query in the whole gallery.
 
 | name | value of a query |
 |---|---|
-| ``precision@k`` (``precision_at_1`` is ``precision@1``) | relevant rows among the k nearest, over k, also if the gallery has fewer rows |
-| ``hit_rate@k`` | 1 if any of the k nearest is relevant. Metric learning calls it recall@k |
+| ``precision@k`` (``precision_at_1`` is ``precision@1``) | relevant rows among the k nearest, over k, even if the gallery has fewer rows |
+| ``hit_rate@k`` | 1 if any of the k nearest is relevant. Called recall@k in metric learning |
 | ``recall@k`` | relevant rows among the k nearest, over R |
 | ``r_precision`` | relevant rows among the R nearest, over R |
-| ``map_at_r`` | mean over the R nearest of the precision up to each that is relevant, and of 0 for others |
-| ``ndcg@k`` | sum of 1 / log2(1 + place) over the relevant rows among the k nearest, over its largest possible value |
-| ``mrr`` | 1 / place of the nearest relevant row in the whole gallery |
+| ``map_at_r`` | mean over the R nearest of the precision up to each relevant row, and of 0 for all other rows |
+| ``ndcg@k`` | sum of 1 / log2(1 + position) over the relevant rows among the k nearest, over its largest possible value |
+| ``mrr`` | 1 / position of the nearest relevant row in the whole gallery |
 | ``mrr@k`` | the same, 0 if none of the k nearest is relevant |
-| ``knn_accuracy@k`` | 1 if most of the k nearest have the query's label. Of labels with equally many, the one of the nearest row counts |
+| ``knn_accuracy@k`` | 1 if most of the k nearest have the query's label. Ties are broken in favour of the label of the nearest row |
 
 Sources: Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2, for ``r_precision`` and ``map_at_r``. Järvelin,
 Kekäläinen, "Cumulated gain-based evaluation of IR techniques" (2002), for ``ndcg``.
@@ -31,7 +31,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 
 _AT_R = ("map_at_r", "r_precision")
 _AT_K = ("hit_rate", "knn_accuracy", "mrr", "ndcg", "precision", "recall")
-_DEPTH_OF_MRR = 10  # nearest rows that are looked at for the nearest relevant one, before rows are counted
+_DEPTH_OF_MRR = 10  # nearest rows that are searched for the nearest relevant one, before rows are counted
 
 
 class Neighbours(NamedTuple):
@@ -39,9 +39,9 @@ class Neighbours(NamedTuple):
 
     Attributes:
         hits: (n, k) bool, true for relevant rows.
-        labels: (n, k) int64. Only those of rows that exist mean something.
+        labels: (n, k) int64. Only meaningful for rows that exist.
         exist: (n, k) bool. A gallery may have fewer than k rows.
-        own_labels: (n,) int64, of the queries.
+        own_labels: (n,) int64, labels of the queries.
         relevant: (n,) int64, R, at least 1.
     """
 
@@ -58,7 +58,7 @@ class Measure(NamedTuple):
     Attributes:
         name: Name that the user gave.
         kind: Name without k.
-        k: Number of nearest rows. None: R of each query for those at R, the whole gallery for ``mrr``.
+        k: Number of nearest rows. If None, R of each query for metrics at R, the whole gallery for ``mrr``.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Measure(NamedTuple):
 
     @classmethod
     def parse(cls, name: object) -> Measure:
-        """Read a name.
+        """Parse a name.
 
         Raises:
-            ConfigurationError: with the names that there are.
+            ConfigurationError: with the available names.
         """
         text = "precision@1" if name == "precision_at_1" else str(name)
         if text in _AT_R or text == "mrr":
@@ -87,23 +87,23 @@ class Measure(NamedTuple):
 
     @property
     def is_at_r(self) -> bool:
-        """Whether a query needs its R nearest rows."""
+        """Whether the R nearest rows of each query are required."""
         return self.kind in _AT_R
 
     @property
     def counts_rows(self) -> bool:
-        """Whether a query without a relevant row among its nearest needs a place beyond them."""
+        """Whether, for a query without a relevant row among its nearest, the position of the next one must be counted."""
         return self.kind == "mrr" and self.k is None
 
     @property
     def depth(self) -> int:
-        """How many nearest rows each query needs, apart from R."""
+        """The number of nearest rows that each query requires, apart from R."""
         if self.counts_rows:
             return _DEPTH_OF_MRR
         return self.k or 1
 
     def values(self, found: Neighbours) -> Tensor:
-        """Return the value (n,) of each query, float64. Of ``mrr`` 0 if there is no relevant row among the nearest."""
+        """Return the value (n,) of each query, float64. For ``mrr``, 0 if there is no relevant row among the nearest."""
         if self.is_at_r:
             return _values_at_r(found, self.kind)
         k = found.hits.shape[1] if self.k is None else self.k
@@ -121,7 +121,7 @@ class Measure(NamedTuple):
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return numbers in the widest floating dtype that their device has."""
+    """Return numbers in the widest floating-point dtype that their device supports."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
@@ -145,12 +145,12 @@ def _ndcg(hits: Tensor, ideal_hits: Tensor, k: int) -> Tensor:
 
 
 def _majority(labels: Tensor, exist: Tensor) -> Tensor:
-    """Return the label (n,) that most rows have, of several the one of the nearest row."""
+    """Return the label (n,) of most rows, with ties broken in favour of the nearest row."""
     votes = []
     for place in range(labels.shape[1]):
         agrees = labels == labels[:, place : place + 1]
         agrees = agrees & exist & exist[:, place : place + 1]
         votes.append(agrees.sum(1))
-    # of equal numbers argmax returns the first
+    # argmax returns the first of equal numbers
     winner = torch.stack(votes, 1).argmax(1, keepdim=True)
     return labels.gather(1, winner).squeeze(1)

@@ -1,7 +1,8 @@
-"""The rows of a retrieval metric: those of this rank, and what every rank knows of the rows of all.
+"""The rows of a retrieval metric: the rows of this rank, and the information about all rows that every rank has.
 
-Embeddings stay on their rank. Labels, indices and roles are gathered, 24 bytes a row, so that every rank makes the same plan of them
-without asking again: which rows are repeated, how many relevant rows each query has, and which queries go round the ranks together.
+Embeddings stay on their rank. Labels, indices and roles are gathered, 24 bytes per row, so that every rank derives the same plan from them
+without further communication: which rows are repeated, how many relevant rows each query has, and which queries are passed around the ranks
+together.
 
 Legend: ``B`` rows on this rank, ``G`` of all ranks, ``D`` embedding size, ``g`` rows of the gallery, ``q`` queries.
 """
@@ -18,10 +19,10 @@ from torch import Tensor
 from lightning_ddp_losses.errors import InputError, RankMismatchError, expect, expect_option
 
 Role: TypeAlias = Literal["both", "query", "gallery"]
-"""What a row is: a query, a row of the gallery that queries are compared with, or both."""
+"""Role of a row: a query, a row of the gallery that queries are compared with, or both."""
 
 ABSENT = torch.iinfo(torch.int32).max
-"""Number of a row that does not exist. A gallery may have fewer rows than are asked for."""
+"""Number of a missing row. A gallery may have fewer rows than are requested."""
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _IS_QUERY, _IS_GALLERY = 1, 2
@@ -33,12 +34,12 @@ _ROLES = {"both": _IS_QUERY | _IS_GALLERY, "query": _IS_QUERY, "gallery": _IS_GA
 
 @dataclass
 class RetrievalRows:
-    """The rows that this rank has given since ``reset``.
+    """The rows that were passed on this rank since ``reset``.
 
     Attributes:
         embeddings: (B, D) of each batch, at least float32.
         labels: (B,) int64 of each batch.
-        indices: (B,) int64 of each batch. Empty if rows come without indices.
+        indices: (B,) int64 of each batch. Empty if rows do not have indices.
         roles: (B,) int64 of each batch.
         version: Number of changes.
     """
@@ -54,14 +55,14 @@ class RetrievalRows:
 
         Args:
             title: Name of the metric in messages.
-            embeddings: (B, D), floating.
+            embeddings: (B, D), floating point.
             labels: (B,), integers.
             index: (B,), integers, or None.
             role: Role of all of its rows.
 
         Raises:
             ConfigurationError: for an unknown role.
-            InputError: for tensors that do not fit together.
+            InputError: for tensors that are incompatible with each other.
         """
         expect_option(f"{title}: role", role, get_args(Role))
         self._check(title, embeddings, labels, index)
@@ -75,7 +76,7 @@ class RetrievalRows:
         self.version += 1
 
     def _check(self, title: str, embeddings: Tensor, labels: Tensor, index: Tensor | None) -> None:
-        """Refuse tensors that do not fit together, or do not go with the batches before them."""
+        """Reject tensors that are incompatible with each other, or with the previous batches."""
         is_matrix = isinstance(embeddings, Tensor) and embeddings.ndim == 2 and embeddings.is_floating_point()
         expected = "a floating tensor (B, D)"
         expect(is_matrix, f"{title}: embeddings", expected=expected, got=_described(embeddings), error=InputError)
@@ -112,7 +113,7 @@ class RetrievalRows:
         self.version += 1
 
     def join_(self) -> None:
-        """Join the batches, so that they are in memory once. Rows of several dtypes get the widest."""
+        """Join the batches, so that they are in memory only once. Rows of several dtypes are cast to the widest."""
         for batches in (self.embeddings, self.labels, self.indices, self.roles):
             if len(batches) > 1:
                 batches[:] = [torch.cat(batches)]
@@ -123,11 +124,11 @@ class RetrievalRows:
             batches[:] = [batch.to(device) for batch in batches]
 
     def summary(self) -> RankSummary:
-        """Return what other ranks must know before the rows meet. The batches are joined. It waits for the device."""
+        """Return the information that other ranks need before the search. It requires joined batches and waits for the device."""
         if not self.embeddings:
             return RankSummary()
         (rows,) = self.embeddings
-        # the squares of distances must be finite too
+        # the squares of distances must also be finite
         lengths = rows.square().sum(1)
         bad = (~torch.isfinite(4 * lengths)).sum()
         dtype = str(rows.dtype).removeprefix("torch.")
@@ -144,7 +145,7 @@ def _described(value: object) -> str:
 
 
 class RankSummary(NamedTuple):
-    """The rows of one rank. A rank without an update has no width, dtype or device.
+    """The rows of one rank. Without an update, width, dtype and device are None.
 
     Attributes:
         rows: B.
@@ -152,7 +153,7 @@ class RankSummary(NamedTuple):
         dtype: Name of the dtype of embeddings.
         device: Type of their device.
         is_indexed: Whether rows have indices.
-        bad: Number of rows with NaN, infinity, or numbers with squares that are infinite.
+        bad: Number of rows with NaN, infinity, or numbers whose squares are infinite.
     """
 
     rows: int = 0
@@ -164,7 +165,7 @@ class RankSummary(NamedTuple):
 
 
 class CommonRows(NamedTuple):
-    """What the rows of all ranks have in common.
+    """The common properties of the rows of all ranks.
 
     Attributes:
         counts: B of each rank.
@@ -217,11 +218,11 @@ class CommonRows(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Queries that go round the ranks together.
+    """Queries that are passed around the ranks together.
 
     Attributes:
-        blocks: Queries of each rank, a part of ``RetrievalPlan.queries_of``.
-        depth: Number of nearest rows that they need.
+        blocks: Numbers of the queries of each rank.
+        depth: Number of nearest rows that they require.
     """
 
     blocks: list[Tensor]
@@ -230,20 +231,20 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class RetrievalPlan:
-    """What the labels, indices and roles of all ranks decide. Equal on all ranks. All tensors are on the CPU.
+    """What the labels, indices and roles of all ranks determine, equal on all ranks. All tensors are on the CPU.
 
-    Rows of the gallery have numbers in the order of their indices (without indices, in rank order), rows that are repeated count once.
-    Queries likewise. Numbers are used in place of indices from here on.
+    Rows of the gallery are numbered in the order of their indices (without indices, in rank order), and repeated rows are counted once.
+    Queries are numbered in the same way. From this point on, numbers are used instead of indices.
 
     Attributes:
         gallery_labels: (g,), by number.
         gallery_rows: (g,), position among the rows of all ranks in rank order.
         query_labels: (q,), by number.
         query_rows: (q,), position among the rows of all ranks.
-        own: (q,), number of the gallery's row that is the query itself. -1: there is none.
+        own: (q,), number of the gallery's row that is the query itself, or -1.
         relevant: (q,), R of each query.
         offsets: (W + 1,), positions at which the rows of each rank begin, and G.
-        repeated: Number of rows that were given once more.
+        repeated: Number of repeated rows.
     """
 
     gallery_labels: Tensor
@@ -257,7 +258,7 @@ class RetrievalPlan:
 
     @classmethod
     def of(cls, title: str, table: Tensor, counts: Sequence[int], *, shared_index: bool) -> RetrievalPlan:
-        """Make the plan of a table (G, 3) of labels, indices and roles.
+        """Create the plan from a table (G, 3) of labels, indices and roles.
 
         Raises:
             InputError: on every rank, for rows with one index and several labels.
@@ -285,12 +286,12 @@ class RetrievalPlan:
         return torch.searchsorted(self.offsets, rows, right=True) - 1
 
     def numbers_on(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the gallery's rows on one rank, ascending, and their places among its rows."""
+        """Return the numbers of the gallery's rows on one rank, ascending, and their positions among its rows."""
         numbers = (self.rank_of(self.gallery_rows) == rank).nonzero().squeeze(1)
         return numbers, self.gallery_rows[numbers] - self.offsets[rank]
 
     def rounds(self, queries: Tensor, depths: Tensor, most_queries: int, most_neighbours: int) -> list[Round]:
-        """Cut queries into rounds.
+        """Split queries into rounds.
 
         Args:
             queries: Numbers of queries.
@@ -299,7 +300,7 @@ class RetrievalPlan:
             most_neighbours: Largest number of neighbours of a rank's queries in a round.
         """
         ranks = self.rank_of(self.query_rows[queries])
-        # queries that need most come first, so that those of a round need about as many
+        # sort by descending depth, so that the queries of a round require similar depths
         order = depths.sort(descending=True, stable=True).indices
         remaining = []
         for rank in range(len(self.offsets) - 1):
@@ -342,7 +343,7 @@ class _Unique(NamedTuple):
         return len(self.members) - len(self.rows)
 
     def check_labels(self, title: str, labels: Tensor, indices: Tensor) -> None:
-        """Refuse an index with several labels."""
+        """Reject an index with several labels."""
         differs = labels[self.members] != labels[self.rows][self.number_of]
         if differs.any():
             row = self.members[differs][0]
@@ -351,7 +352,7 @@ class _Unique(NamedTuple):
 
 
 def places_in(ascending: Tensor, values: Tensor) -> Tensor:
-    """Return the place of each value in an ascending tensor. -1: it is not there."""
+    """Return the position of each value in an ascending tensor, or -1 for a value that it does not contain."""
     if not len(ascending):
         return torch.full_like(values, -1)
     places = torch.searchsorted(ascending, values).clamp(max=len(ascending) - 1)
@@ -359,7 +360,7 @@ def places_in(ascending: Tensor, values: Tensor) -> Tensor:
 
 
 def _check_own_labels(title: str, gallery_labels: Tensor, query_labels: Tensor, own: Tensor, indices: Tensor) -> None:
-    """Refuse a query with another label than the gallery's row of its index."""
+    """Reject a query whose label differs from the label of the gallery's row with its index."""
     has_own = own >= 0
     differs = gallery_labels[own[has_own]] != query_labels[has_own]
     if differs.any():

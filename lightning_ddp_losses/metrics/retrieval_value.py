@@ -1,8 +1,8 @@
-"""One value of a retrieval metric, over the rows of all ranks: the search, and when it is made again.
+"""One value of a retrieval metric over the rows of all ranks: the search, and when it is repeated.
 
-A compute: the ranks compare in one handshake what they have, gather labels and indices, and make one plan of them (``retrieval_rows``).
-Queries go round the ranks in blocks and come back with their nearest rows (``nearest``). Each rank adds up the values of its own queries
-(``retrieval_measures``), and the sums are added in rank order.
+In ``compute`` the ranks compare their state in one handshake, gather labels and indices, and derive one plan from them
+(``retrieval_rows``). Queries are passed around the ranks in blocks and return with their nearest rows (``nearest``). Each rank adds up the
+values of its own queries (``retrieval_measures``), and the sums are added in rank order.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` of all ranks, ``n`` queries of a block.
 """
@@ -41,18 +41,18 @@ from lightning_ddp_losses.metrics.retrieval_rows import (
 TITLE = "EmbeddingRetrieval"
 """Name of the metric in messages."""
 
-_QUERIES, _QUERIES_ON_DEVICE = 256, 4096  # of a rank that go round at a time
-_NEIGHBOURS, _NEIGHBOURS_ON_DEVICE = 1 << 16, 1 << 18  # of these queries
+_QUERIES, _QUERIES_ON_DEVICE = 256, 4096  # number of a rank's queries in one round
+_NEIGHBOURS, _NEIGHBOURS_ON_DEVICE = 1 << 16, 1 << 18  # number of neighbours of these queries
 
 
 class RetrievalCounts(NamedTuple):
-    """How many rows the last value is made of, over all ranks.
+    """The number of rows over all ranks from which the last value was computed.
 
     Attributes:
         queries: Queries that count.
-        left_out: Queries without a relevant row, members of classes of one among them. They do not count.
+        left_out: Queries without a relevant row, including members of classes with a single row. They do not count.
         gallery: Rows of the gallery.
-        repeated: Rows that were given once more with the same index. They do not count.
+        repeated: Rows with a repeated index. They do not count.
     """
 
     queries: int
@@ -65,7 +65,7 @@ class RetrievalCounts(NamedTuple):
 
 
 class Ranks:
-    """The ranks whose rows make a value: those of a group, or this one alone.
+    """The ranks whose rows a value is computed from: the ranks of a group, or only this one.
 
     Args:
         group: Process group. None is the world.
@@ -77,7 +77,7 @@ class Ranks:
         self.rank = 0 if self.is_alone else process_groups.rank(group)
 
     def meet(self, title: str, must_match: dict[str, object], own: object, instance: Instance) -> list[Any]:
-        """Return what all ranks have to say, in rank order. Communication: one handshake."""
+        """Return the information of all ranks, in rank order. Communication: one handshake."""
         if self.is_alone:
             return [own]
         of_call = {"which": instance}
@@ -112,12 +112,12 @@ class Ranks:
 
 
 class _Search:
-    """One value over the rows of all ranks, once the ranks have met.
+    """The search for one value over the rows of all ranks, after the ranks have agreed on it.
 
     Args:
         ranks: The ranks.
         rows: This rank's rows, joined.
-        common: What the rows of all ranks have in common.
+        common: The common properties of the rows of all ranks.
         plan: The plan of their labels and indices.
         measures: Metrics to compute.
         scores: How rows are compared.
@@ -149,7 +149,7 @@ class _Search:
         self._most = (_QUERIES, _NEIGHBOURS) if device.type == "cpu" else (_QUERIES_ON_DEVICE, _NEIGHBOURS_ON_DEVICE)
 
     def sums(self) -> Tensor:
-        """Return the sum of each metric over the queries of all ranks, and last how many scores were NaN."""
+        """Return the sum of each metric over the queries of all ranks, followed by the number of NaN scores."""
         plan = self._plan
         counted = (plan.relevant > 0).nonzero().squeeze(1)
         depths = self._depths(counted)
@@ -170,7 +170,7 @@ class _Search:
         return self._ranks.summed(totals)
 
     def _depths(self, queries: Tensor) -> Tensor:
-        """Return how many nearest rows each query needs."""
+        """Return how many nearest rows each query requires."""
         plan = self._plan
         depth = max([measure.depth for measure in self._measures])
         depths = torch.full((len(queries),), depth)
@@ -189,7 +189,7 @@ class _Search:
         return self._rows[places.to(self._device)]
 
     def _nearest(self, blocks: Sequence[Tensor], depth: int) -> Nearest:
-        """Return the nearest rows of this rank's block, out of the gallery of all ranks."""
+        """Return the nearest rows for this rank's block, out of the gallery of all ranks."""
 
         def visit(rank: int, rows: Tensor) -> Tensor:
             return self._gallery.nearest(self._queries(blocks[rank], rows), depth).packed()
@@ -206,11 +206,11 @@ class _Search:
         return Neighbours(hits, labels, exist, own_labels, self._plan.relevant[queries].to(self._device))
 
     def _reciprocal_places(self, unplaced: Tensor) -> float:
-        """Return the sum of 1 / place of the nearest relevant row, of this rank's queries that have none among their nearest rows.
+        """Return the sum of 1 / position of the nearest relevant row, over this rank's queries without one among their nearest rows.
 
-        Its place is one more than the number of nearer rows, which are all of other labels.
+        Its position is one more than the number of nearer rows, which all have other labels.
 
-        Communication: two gathers, two round trips of these queries, and a gather of what the first found.
+        Communication: two gathers, two round trips of these queries, and a gather of the results of the first.
         """
         ranks, plan = self._ranks, self._plan
         counts = [len(unplaced)]
@@ -255,13 +255,13 @@ class RetrievalEvaluation:
         self.rows = RetrievalRows()
         self.counts: RetrievalCounts | None = None
         self.is_held = False
-        """Whether the last value is also the next: the members of a collection are computed together."""
+        """Whether the last value is also the next one, because the members of a collection are computed together."""
         self.instance = Instance(TITLE)
         self._values: dict[str, Tensor] = {}
         self._made_of: tuple[object, ...] = ()
 
     def with_rows(self, rows: RetrievalRows) -> RetrievalEvaluation:
-        """Return the same metrics of other rows."""
+        """Return an evaluation of the same metrics on other rows."""
         found = RetrievalEvaluation(self.measures, self.scores, shared_index=self.shared_index)
         found.rows, found.instance = rows, self.instance
         return found
@@ -272,7 +272,7 @@ class RetrievalEvaluation:
         Args:
             where: ``compute`` or ``forward``.
             ranks: The ranks whose rows count.
-            device: Device of a rank that has no rows, where no other rank has.
+            device: Device to use if all ranks are without rows.
         """
         made_of = (self.rows.version, ranks.is_alone, id(ranks.group))
         if self.is_held and self._made_of == made_of:
@@ -286,7 +286,7 @@ class RetrievalEvaluation:
         return self._values
 
     def _evaluate(self, title: str, ranks: Ranks, device: torch.device, made_of: tuple[object, ...]) -> None:
-        # 1. what the ranks have. If no rank has changed, the value is the last one
+        # 1. exchange the ranks' state. If no rank has changed, the last value is still valid
         rows = self.rows
         rows.join_()
         has_changed = self._made_of != made_of
@@ -304,7 +304,7 @@ class RetrievalEvaluation:
             device = torch.device(common.device)
         if rows.embeddings:
             device = rows.embeddings[0].device
-        # 2. labels and indices of all rows, and the plan of them
+        # 2. labels and indices of all rows, and the plan for them
         table = ranks.gathered(self._table(ranks, common), common.counts)
         plan = RetrievalPlan.of(TITLE, table, common.counts, shared_index=self.shared_index)
         # 3. the search
@@ -333,7 +333,7 @@ class RetrievalEvaluation:
     def _summary(self) -> RankSummary:
         summary = self.rows.summary()
         if summary.rows and self.scores.needs_variance:
-            # without variance a row has no signal, and its distances are NaN
+            # the signal of a row without variance is zero, and its distances are NaN
             constant = (self.rows.embeddings[0].var(1) == 0).sum()
             summary = summary._replace(bad=summary.bad + int(constant))
         return summary

@@ -1,7 +1,7 @@
-"""Handles a metric's states: takes, puts, widens, adds, sends and copies them, and leaves no graph behind.
+"""Handles a metric's states: reads, assigns, widens, adds, sends and copies them, without leaving a graph behind.
 
-``needs_whole_batch`` lists the metrics that must see the rows of all ranks in one update, because their states do not add up over ranks.
-``ExchangingMetric._receive`` completes states of ranks that have few rows.
+``needs_whole_batch`` lists the metrics whose update must be called with the rows of all ranks, because their states do not add up over
+ranks. ``ExchangingMetric._receive`` completes states of ranks with few rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_ddp_losses.metrics.exchange import Packet, Received, State, excha
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
-# modules with classes with a known `_sync_dist`
+# prefixes of modules whose classes have a supported `_sync_dist`
 _KNOWN_SYNC = ("torchmetrics.", "lightning_ddp_losses")
-# modules with classes that do not extend `reset`
+# prefixes of modules whose classes do not extend `reset`
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
 
 
@@ -52,23 +52,23 @@ class Seen(NamedTuple):
 
     rows: int = 0
     skipped: int = 0
-    ends: Mapping[str, list[int]] = {}  # never changed
+    ends: Mapping[str, list[int]] = {}  # never modified
 
 
 @dataclass
 class MetricRecord:
-    """State of a differentiable metric next to torchmetrics' own attributes.
+    """State of a differentiable metric in addition to torchmetrics' own attributes.
 
     Attributes:
         gather: ``"states"`` or ``"inputs"``.
         keep_graph: Whether ``update`` keeps its graph for ``compute``.
         expects_gradient: Whether a value without a graph is an error.
         sets_attributes: Whether ``update`` may set attributes that are not states.
-        upstream_grads: Gradients that came back into its values.
+        upstream_grads: Upstream gradients of its values.
         configuration: Options, read before the first update and in each exchange.
         seen: Updates since the last reset.
         in_forward: Whether a forward is running, which calls ``update`` and ``compute`` itself.
-        inputs_without_rows: Inputs of skipped updates that ask for a gradient, if ``update`` keeps its graph.
+        inputs_without_rows: Inputs of skipped updates that require a gradient, if ``update`` keeps its graph.
     """
 
     gather: Gather = "states"
@@ -86,7 +86,7 @@ class _Before(NamedTuple):
     """A state before ``compute``.
 
     Attributes:
-        value: The state. Of a list, its items.
+        value: The state. For a list, its items.
         version: Number of writes to a tensor. 0 if it does not count them.
     """
 
@@ -95,13 +95,13 @@ class _Before(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> _Before:
-        """Return what is compared of a state."""
+        """Return the properties of a state that are compared."""
         if not isinstance(state, Tensor):
             return cls(list(state))
         return cls(state, 0 if state.is_inference() else compat.tensor_version(state))
 
     def is_same(self, state: Any) -> bool:
-        """Return whether the state is the same object, and was not written to."""
+        """Return whether the state is the same object and was not written to."""
         now = _Before.of(state)
         if isinstance(self.value, Tensor):
             return self.value is now.value and self.version == now.version
@@ -117,11 +117,11 @@ class Progress(NamedTuple):
 
 
 class ExchangingMetric(Metric):
-    """torchmetrics' base for metrics that send their states in one exchange, alone or with other metrics."""
+    """torchmetrics' base for metrics that send their states in one exchange, individually or with other metrics."""
 
     gathers_lists_at_once = True
-    """Ranks may hold lists of different lengths, which torchmetrics gathers item by item."""
-    # TorchScript reads annotations and properties of a scripted module's metrics, and cannot compile these
+    """Whether ranks may hold lists of different lengths, which torchmetrics gathers item by item."""
+    # TorchScript evaluates annotations and properties of a scripted module's metrics, and cannot compile these
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "_waits"]
 
     def packet(self) -> Packet:
@@ -129,17 +129,17 @@ class ExchangingMetric(Metric):
         raise NotImplementedError
 
     def _to_send(self, rows: int, untouched: bool, split: Mapping[str, list[Tensor]] | None = None) -> list[State]:
-        """Return the states as they are sent.
+        """Return the states in the form in which they are sent.
 
         Args:
-            rows: Weight of those that are means.
+            rows: Weight of means.
             untouched: Whether they are the defaults.
             split: States that are sent in several tensors.
         """
         found = []
         title = type(self).__name__
         device = self.device
-        reductions: dict[str, Any] = self._reductions  # functions, also if add_state was given a name
+        reductions: dict[str, Any] = self._reductions  # functions, even if add_state was called with a name
         for name, reduce in reductions.items():
             value = getattr(self, name)
             kind: Kind = "stack" if isinstance(value, Tensor) else "list"
@@ -151,13 +151,13 @@ class ExchangingMetric(Metric):
         return found
 
     def _exchange_states(self, title: str, group: Group) -> None:
-        """Replace the states by those of all ranks. Communication: one handshake, or one more collective."""
+        """Replace the states by the states of all ranks. Communication: one handshake, or one more collective."""
         with naming_caches(), handshake.raising_on_all_ranks(title, group=group):
             (received,) = exchange(title, [self.packet()._replace(group=group)], plans_of(self))
         self._receive(received)
 
     def _receive(self, received: Received) -> States:
-        """Replace this rank's states by those of all ranks, in the order of the packet, and add attributes that it lacks."""
+        """Replace this rank's states by the states of all ranks, in the order of the packet, and add attributes that it lacks."""
         reduced = dict(zip(self._reductions, received.states, strict=True))
         if received.attributes:
             self._own_attributes = {name: vars(self).get(name, _ABSENT) for name in received.attributes}
@@ -168,13 +168,13 @@ class ExchangingMetric(Metric):
         return reduced
 
     def unsync(self, should_unsync: bool = True) -> None:
-        """Put this rank's states back, and its own attributes."""
+        """Restore this rank's states and its own attributes."""
         super().unsync(should_unsync)
         if should_unsync:
             self._put_back_attributes()
 
     def _put_back_attributes(self) -> None:
-        """Put back the attributes of this rank that it had replaced by those of other ranks."""
+        """Restore the attributes of this rank that were replaced by attributes of other ranks."""
         attributes = vars(self)
         for name, value in attributes.pop("_own_attributes", {}).items():
             if value is _ABSENT:
@@ -202,14 +202,14 @@ class ExchangingMetric(Metric):
         return found
 
     def _assign(self, values: dict[str, Any]) -> None:
-        """Set attributes, past torch.nn.Module, which takes ten times as long."""
+        """Set attributes, bypassing torch.nn.Module, which takes ten times as long."""
         self.__dict__.update(values)
 
     def _title(self, where: str = "") -> str:
         return f"metric {type(self).__name__}" + (f", {where}" if where else "")
 
     def _refuse_own_sync(self, what: str) -> None:
-        """Refuse a user's class with its own ``_sync_dist``."""
+        """Reject a user's class with its own ``_sync_dist``."""
         foreign = (cls for cls in type(self).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC))
         override = next((cls.__name__ for cls in foreign if "_sync_dist" in vars(cls)), None)
         got = f"that of {override}, whose exchange is not known here"
@@ -226,14 +226,14 @@ class ExchangingMetric(Metric):
                 value = compute(*args, **kwargs)
                 self._refuse_written(before)
             except Exception:
-                self.unsync()  # this rank's states come back, as after a value
+                self.unsync()  # restore this rank's states, as after a successful call
                 raise
             return value
 
         return super()._wrap_compute(checked)
 
     def _refuse_written(self, before: Mapping[str, _Before]) -> None:
-        """Refuse states that ``compute`` has written to while they were those of all ranks, as this rank's replace them after it.
+        """Reject states of all ranks that ``compute`` has written to, because this rank's states replace them afterwards.
 
         Raises:
             ConfigurationError: naming the state.
@@ -248,7 +248,7 @@ class ExchangingMetric(Metric):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.process_group)] = self.process_group  # a group of processes has no copy
+        memo[id(self.process_group)] = self.process_group  # a process group cannot be copied
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -256,15 +256,15 @@ class ExchangingMetric(Metric):
 
 
 class MetricStates(ExchangingMetric):
-    """The handling of states that a differentiable metric needs."""
+    """The handling of states that a differentiable metric requires."""
 
     if TYPE_CHECKING:
         _record: MetricRecord
 
-    # ------------------------------------------------------------------ take and put
+    # ------------------------------------------------------------------ reading and assigning
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. A new value of a known one passes torch.nn.Module, which takes ten times as long."""
+        """Set an attribute. A new value of a known attribute bypasses torch.nn.Module, which takes ten times as long."""
         if name in self.__dict__ and type(value) in _PLAIN_TYPES:
             self.__dict__[name] = value
         else:
@@ -283,11 +283,11 @@ class MetricStates(ExchangingMetric):
         self._assign(fresh)
 
     def _prepare(self, given: list[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32.
+        """Reject rows on another device, record the configuration, and widen states to the inputs' dtype, at least float32.
 
         Args:
             given: Tensors among the arguments.
-            parameters: Parameters of all metrics of the call, this one among them.
+            parameters: Parameters of all metrics of the call, including this one.
         """
         if parameters:
             parameters = precision.parameters_of(self)
@@ -317,7 +317,7 @@ class MetricStates(ExchangingMetric):
     # ------------------------------------------------------------------ send and receive
 
     def _split_by_update(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that grew by "cat", split by update, so that ranks' updates can be put in order."""
+        """Return the tensors that grew by "cat", split by update, so that the updates of all ranks can be ordered."""
         found = {}
         for name, ends in self._record.seen.ends.items():
             value = getattr(self, name)
@@ -326,17 +326,17 @@ class MetricStates(ExchangingMetric):
         return found
 
     def _seen_after(self, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
-        """Return ``seen`` with one more update, and with the present lengths of tensors reduced by "cat"."""
+        """Return ``seen`` with one more update, and with the current lengths of tensors reduced by "cat"."""
         ends = {}
         for name, value in states.items():
             if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim:
                 ends[name] = [*seen.ends.get(name, ()), len(value)]
         return Seen(seen.rows + rows, seen.skipped + is_skipped, ends)
 
-    # ------------------------------------------------------------------ add up
+    # ------------------------------------------------------------------ adding up
 
     def _adds_up(self) -> bool:
-        """Return whether the states after two batches follow from those of each, so that one update is enough."""
+        """Return whether the states after two batches follow from the states of each batch, so that one update is enough."""
         for name, reduce in self._reductions.items():
             is_list = isinstance(self._defaults[name], list)
             if reduce not in (None, dim_zero_cat) if is_list else reduce is None:  # torchmetrics would stack these
@@ -355,7 +355,7 @@ class MetricStates(ExchangingMetric):
             setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
 
     def _update_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> bool:
-        """Run ``update``. If it may be skipped and fails, because it has no rows, the states stay as they were.
+        """Run ``update``. If it may be skipped and fails because of missing rows, the states are restored.
 
         Returns:
             Whether the update counts.
@@ -372,7 +372,7 @@ class MetricStates(ExchangingMetric):
         return True
 
     def _states_after(self, states: States, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
-        """Return the states after one more update, for a metric with states that do not add up."""
+        """Return the states after one more update, for a metric whose states do not add up."""
         self._enable_grad = False
         before = {}
         for name, value in states.items():
@@ -385,7 +385,7 @@ class MetricStates(ExchangingMetric):
     # ------------------------------------------------------------------ graphs and copies
 
     def _drop_graphs(self) -> None:
-        """Detach the tensors that a metric keeps besides its states: no graph may grow with the steps."""
+        """Detach the tensors that a metric stores besides its states, so that no graph grows with the number of steps."""
         attributes = vars(self)
         for name in attributes.keys() - _OF_TORCHMETRICS - self._defaults.keys():
             value = attributes[name]
@@ -411,12 +411,12 @@ class _Bare(Metric):
 
 
 _OF_TORCHMETRICS = frozenset(vars(_Bare())) | {"_record", "_instance", "_plans", "_precision_plans"}
-"""Attributes of a metric that hold no graph between calls: torchmetrics' own and this package's."""
+"""Attributes of a metric that do not hold a graph between calls: torchmetrics' own and this package's."""
 
 
 @functools.cache
 def _has_plain_reset(cls: type) -> bool:
-    """Return whether ``reset`` of a class does no more than torchmetrics' own."""
+    """Return whether ``reset`` of a class is equivalent to torchmetrics' own."""
     foreign = [base for base in cls.__mro__ if not base.__module__.startswith(_PLAIN_RESET)]
     return not any("reset" in vars(base) for base in foreign)
 
@@ -438,17 +438,17 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def is_correlation(cls: type) -> bool:
-    """Return whether the states of a class are those of a correlation, which its ``compute`` joins itself."""
+    """Return whether a class is a correlation, whose ``compute`` joins the states itself."""
     return "PearsonCorrCoef" in torchmetrics_names(cls)  # ConcordanceCorrCoef is one
 
 
 def _widen_scales_(states: States) -> None:
     """Extend the largest deviations of a correlation to the distance between each rank's mean and the mean of all ranks.
 
-    Against underflow, a correlation divides its variances by the square of the largest deviation from the mean. Each rank measures it from
-    the mean of its rows. It is 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is then 0/0
-    (torchmetrics 1.9, measured 2026). No deviation gets larger than the largest from the mean of all ranks. It cancels, so it needs no
-    gradient. (Releases up to 1.7 do not divide.)
+    To avoid underflow, a correlation divides its variances by the square of the largest deviation from the mean. Each rank measures the
+    deviation from the mean of its rows. It is 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is
+    then 0/0 (torchmetrics 1.9, measured 2026). The deviations do not exceed the largest deviation from the mean of all ranks. The factor
+    cancels, so it does not need a gradient. (Releases up to 1.7 do not divide.)
 
     Args:
         states: States of all ranks, (W, outputs) each.
@@ -460,23 +460,23 @@ def _widen_scales_(states: States) -> None:
         means = torch.stack([states["mean_x"], states["mean_y"]])
         shares = rows / rows.sum(0).clamp(min=1)
         distances = (means - (shares * means).sum(1, keepdim=True)).abs()
-        # a rank without rows has no mean
+        # a rank without rows does not have a mean
         distances = distances * (rows > 0)
         distances_x, distances_y = distances.unbind()
         states["max_abs_dev_x"] = torch.maximum(states["max_abs_dev_x"], distances_x)
         states["max_abs_dev_y"] = torch.maximum(states["max_abs_dev_y"], distances_y)
 
 
-# ---------------------------------------------------------------------- metrics that look at the whole batch
+# ---------------------------------------------------------------------- metrics that depend on the whole batch
 
 
 def _without_range(metric: Any) -> bool:
-    # with images among its values, compute refuses the rows of all ranks in one tensor
+    # if compute also returns images, it rejects the rows of all ranks in one tensor
     images = getattr(metric, "return_full_image", False) or getattr(metric, "return_contrast_sensitivity", False)
     return images or metric.data_range is None
 
 
-# update uses something of the whole batch that states do not carry, or the states of several ranks do not add up
+# update uses information of the whole batch that is not in the states, or the states of several ranks do not add up
 _WHOLE_BATCH: dict[str, Callable[[Any], bool]] = {
     "MultiScaleStructuralSimilarityIndexMeasure": _without_range,
     "NormalizedRootMeanSquaredError": lambda metric: True,
@@ -486,10 +486,10 @@ _WHOLE_BATCH: dict[str, Callable[[Any], bool]] = {
 
 
 def needs_whole_batch(metric: Metric) -> bool:
-    """Return whether the metric is only right if its update sees the rows of all ranks."""
+    """Return whether the metric is only correct if its update is called with the rows of all ranks."""
     return any(name in _WHOLE_BATCH and _WHOLE_BATCH[name](metric) for name in torchmetrics_names(type(metric)))
 
 
 def torchmetrics_names(cls: type) -> list[str]:
-    """Return the names of the class and its bases that are torchmetrics' own. A user's subclass has those of its bases."""
+    """Return the names of the class and its bases that belong to torchmetrics. For a user's subclass, the names of its bases."""
     return [base.__name__.lstrip("_") for base in cls.__mro__ if base.__module__.startswith("torchmetrics.")]

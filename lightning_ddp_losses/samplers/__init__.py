@@ -1,10 +1,10 @@
-"""Samplers that cut one process's batches over W ranks, and the function that puts ranks' rows back into one order.
+"""Samplers that split the batches of one process over W ranks, and the function that restores a common order of the ranks' rows.
 
-* ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone, and orders that follow from the seed
-* ``global_draw``: batches of one process, drawn on every rank without traces in the sampler or in random numbers, dealt to the ranks, and
-  resumed in the middle of an epoch
+* ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning does not replace, and orders that are derived from the seed
+* ``global_draw``: batches of one process, drawn on every rank without side effects on the sampler or on random numbers, distributed to the
+  ranks, and resumed in the middle of an epoch
 * ``evaluation``: each row of an evaluation on one rank, with the same number of batches on every rank
-* ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set; ``row_lists``: rows of other shapes
+* ``predictions``: ``gather_predictions``, the inverse: rows of all ranks in the order of the dataset; ``row_lists``: rows of other shapes
 
 To resume on another number of GPUs, keep the global batch. ``batch_size`` counts the rows of one rank. One device needs the strategy too::
 
@@ -15,12 +15,13 @@ To resume on another number of GPUs, keep the global batch. ``batch_size`` count
 
 
     train(devices=8)  # killed in an epoch
-    train(devices=4, ckpt_path="last.ckpt")  # goes on with the next batch
+    train(devices=4, ckpt_path="last.ckpt")  # continues with the next batch
 
-For a custom sampler, give the loader ``batch_sampler=GlobalBatchSampler.batches(sampler, 256)``. The option leaves it alone.
-Under ``DDPLossStrategy`` checkpoints also hold every rank's random numbers (torch, numpy, Python, device). On the same number of ranks
-dropout goes on with the next masks. On another number the generators are seeded from the run's seed, the step and the rank, and the log
-reports it. Random numbers of workers are not restored inside an epoch, nor those of an accumulation window's first micro-batches.
+For a custom sampler, pass ``batch_sampler=GlobalBatchSampler.batches(sampler, 256)`` to the loader. The option does not change it.
+Under ``DDPLossStrategy`` checkpoints also contain every rank's random numbers (torch, numpy, Python, device). On the same number of ranks
+dropout continues with the next masks. On another number the generators are seeded from the run's seed, the step and the rank, and the log
+reports it. Random numbers of workers are not restored inside an epoch, and neither are the random numbers of an accumulation window's first
+micro-batches.
 """
 
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler

@@ -1,18 +1,18 @@
-"""Deals each row of an evaluation once.
+"""Distributes each row of an evaluation exactly once.
 
-No padding (`EvaluationSampler`): torch's ``DistributedSampler`` repeats rows until the ranks divide them, and every metric counts those
-twice. Without the padding ranks may have different numbers of batches, and a collective in the step (a global loss, a logged value, DDP's
-buffers) waits for ever. Both are avoided by cutting the order of one process into *global batches*. Every rank gets its contiguous part of
-each:
+No padding (`EvaluationSampler`): torch's ``DistributedSampler`` repeats rows until their number is divisible by the ranks, and every metric
+counts repeated rows twice. Without padding ranks may have different numbers of batches, and a collective in the step (a global loss, a
+logged value, DDP's buffers) hangs. Both problems are avoided by splitting the order of one process into *global batches*. Every rank
+receives a contiguous part of each:
 
-* Step ``k`` sees the rows ``k W B`` to ``(k + 1) W B``, rank after rank, as one process in a batch of ``W B`` rows.
-* The rows that are left for the last step are shared as evenly as possible.
-* If they are fewer than the ranks, they take rows from the batch before. A rank's batch then has one row less.
-* Only if that batch has none to give (``B = 1``), the ranks ``rest`` and above have one batch less.
+* Step ``k`` covers the rows ``k W B`` to ``(k + 1) W B``, rank after rank, like one process in a batch of ``W B`` rows.
+* The rows that remain for the last step are shared as evenly as possible.
+* If there are fewer of them than ranks, they are supplemented with rows from the previous batch. A rank's batch then has one row less.
+* Only if that batch cannot provide any (``B = 1``), the ranks ``rest`` and above have one batch less.
 
-The way back is ``samplers/predictions``.
+The inverse is ``samplers/predictions``.
 
-Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``N`` rows of the data set.
+Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``N`` rows of the dataset.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from lightning_ddp_losses.samplers.global_draw import draw_digest, draw_seeded, 
 
 
 class EvaluationSampler(DistributedSampler[Any]):
-    """This rank's rows of another sampler's draw, each row on one rank.
+    """This rank's rows of another sampler's draw, with each row on one rank.
 
-    The order is that of the sampler. A random one draws epoch ``e`` from ``seed + e``, so that all ranks draw the same.
-    (Rank and world size are those at the time it is made.)
+    The order is the sampler's order. A random sampler draws epoch ``e`` from ``seed + e``, so that all ranks draw the same.
+    (Rank and world size are read when this object is constructed.)
 
     Args:
         sampler: Sampler that one process would use, with a length.
-        batch_size: Rows of a rank's batch, B. None if the loader makes no batches.
-        drop_last: Leave out a last global batch of fewer than ``W B`` rows.
-        seed: Seed, as ``DistributedSampler``'s.
+        batch_size: Rows of a rank's batch, B. None if the loader does not make batches.
+        drop_last: Whether to drop a last global batch of fewer than ``W B`` rows.
+        seed: Seed, as in ``DistributedSampler``.
 
     Raises:
         ConfigurationError: for a sampler without a length.
-        InputError: if the sampler draws another number of rows than its length.
+        InputError: if the sampler draws a number of rows that differs from its length.
 
     Communication: none.
     """
@@ -55,7 +55,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         self.num_samples, self.total_size = len(self), rows
         if drop_last:
             self.total_size = self._steps * W * self.batch_size
-        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch that was drawn last, and its order
+        self._drawn: tuple[int, Sequence[Any]] | None = None  # the most recently drawn epoch, and its order
 
     # ------------------------------------------------------------------ numbers
 
@@ -66,7 +66,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         return [self._steps - (0 < rows_of_last <= rank) for rank in range(self.num_replicas)]
 
     def __len__(self) -> int:
-        # only the last two global batches may have other sizes
+        # only the last two global batches may have different sizes
         first = max(0, self._steps - 2)
         sizes = [len(self._local_part(*self._global_batch(step))) for step in range(first, self._steps)]
         return first * self.batch_size + sum(sizes)
@@ -84,7 +84,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         start, rows = step * size, size
         if step == full:
             rows = rest
-        # too few rows for the last step: each rank gets one of these, or of the rows before
+        # too few rows for the last step: each rank gets one of these, or of the preceding rows
         if 0 < rest < W and full and self.batch_size > 1 and not self.drop_last:
             lent = W - rest
             if step == full - 1:
@@ -94,14 +94,14 @@ class EvaluationSampler(DistributedSampler[Any]):
         return start, rows
 
     def _local_part(self, start: int, rows: int) -> range:
-        """Return the places of this rank's part of a global batch in the order of all rows."""
+        """Return the positions of this rank's part of a global batch in the order of all rows."""
         return range(start, start + rows)[share(rows, self.num_replicas, self.rank)]
 
     # ------------------------------------------------------------------ rows
 
     @property
     def is_sequential(self) -> bool:
-        """Whether rows come in the order of the data set, so that no random numbers are needed."""
+        """Whether rows are in the order of the dataset, so that random numbers are not needed."""
         return type(self.source) is SequentialSampler
 
     def order(self) -> Sequence[Any]:
@@ -118,7 +118,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         return self._drawn[1]
 
     def digest(self) -> str:
-        """Return a hash of this epoch's order: ranks that draw differently would repeat some rows and leave out others."""
+        """Return a hash of this epoch's order: ranks that draw differently would repeat some rows and skip others."""
         return draw_digest([list(self.order())]).hex()
 
     def batches(self) -> Iterator[list[Any]]:
@@ -165,7 +165,7 @@ class EvaluationBatches(BatchSampler):
 
 
 def repeated_rows(loader: DataLoader[Any]) -> int:
-    """Return the number of rows that a padding sampler hands out twice, all ranks together."""
+    """Return the number of rows that a padding sampler repeats, over all ranks."""
     # Lightning builds the user's batch sampler around its own sampler
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     is_exact = isinstance(sampler, (EvaluationSampler, GlobalBatchSampler))  # ranks may have different numbers of rows

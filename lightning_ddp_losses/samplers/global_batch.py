@@ -1,22 +1,22 @@
-"""Cuts the batches that one process would draw over the ranks, in rank order.
+"""Splits the batches that one process would draw over the ranks, in rank order.
 
-Lightning re-shuffles a custom training sampler under DDP: batches with M rows per class are silently destroyed, and
-a sampler that draws at random draws differently on each rank (rows seen twice, rows never seen). It leaves two things
-alone, so there are two forms:
+Lightning replaces the shuffling of a custom training sampler under DDP: batches with M rows per class are silently destroyed, and
+a sampler that draws at random draws differently on each rank (rows drawn twice, rows never drawn). There are two cases that it does not
+modify, and therefore two forms:
 
-* A ``DistributedSampler`` given as ``sampler=`` is not replaced. It yields indices and the DataLoader cuts them into
-  batches of a fixed size, so all full batches are cut evenly: G is W times the DataLoader's batch size.
-* A ``BatchSampler`` given as ``batch_sampler=`` makes the batches itself, of any size, but is *rebuilt* as
+* A ``DistributedSampler`` passed as ``sampler=`` is not replaced. It yields indices and the DataLoader splits them into
+  batches of a fixed size, so all full batches are divided evenly: G is W times the DataLoader's batch size.
+* A ``BatchSampler`` passed as ``batch_sampler=`` makes the batches itself, of any size, but is *rebuilt* as
   ``type(b)(sampler, batch_size=b.batch_size, drop_last=...)`` around a sampler of Lightning's, in prediction always. Ours
-  carries the draw in its ``batch_size``, the only argument that every way of rebuilding keeps, and ignores the rest.
+  stores the draw in its ``batch_size``, the only argument that every way of rebuilding keeps, and ignores the other arguments.
 
 One class cannot be both: a ``DistributedSampler`` yields indices, a ``BatchSampler`` lists.
 
-An order that follows from the seed alone (`ShuffledDraw`) is not exchanged: every rank computes it. The permutation of epoch ``e`` is
-``torch.randperm`` from ``seed + e``. It is kept as a tensor (4 bytes a row). Each batch becomes a list when it is read. A resumed epoch
-starts at its place at once.
+An order that is derived only from the seed (`ShuffledDraw`) is not exchanged, because every rank computes it. The permutation of epoch
+``e`` is ``torch.randperm`` from ``seed + e``. It is stored as a tensor (4 bytes per row), and each batch is converted to a list when it is
+read. A resumed epoch starts directly at its position.
 
-Legend: ``n`` rows of the data set, ``W`` ranks, ``G`` rows of a global batch.
+Legend: ``n`` rows of the dataset, ``W`` ranks, ``G`` rows of a global batch.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ from lightning_ddp_losses.samplers.global_draw import GlobalDraw, share
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
-    """Deals the batches of one process to the ranks: rank r gets the r-th contiguous part of each.
+    """Distributes the batches of one process over the ranks: rank r gets the r-th contiguous part of each.
 
     Equivalent to: ``DataLoader(data, batch_size=W * local_batch_size, sampler=sampler)`` in one process. Its k-th batch
-    is the concatenation over ranks of their k-th batches. A random sampler draws in epoch ``e`` the rows that it draws in
+    is the concatenation over ranks of their k-th batches. In epoch ``e`` a random sampler draws the rows that it draws in
     one process after ``seed_everything(seed + e)``, for any W.
 
-    This class goes to ``DataLoader(sampler=...)``. If the number of ranks may not divide a batch, or if the sampler
-    makes the batches, use ``GlobalBatchSampler.batches`` as ``DataLoader(batch_sampler=...)``. Lightning leaves both as
-    they are, with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
+    Pass an instance to ``DataLoader(sampler=...)``. If a batch may not be divisible by the number of ranks, or if the sampler
+    makes the batches, use ``GlobalBatchSampler.batches`` as ``DataLoader(batch_sampler=...)``. Lightning does not modify either,
+    with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
 
-    For a sampler with M rows per class, M grows with the ranks if ``local_batch_size`` stays: M x labels has to be at least
-    ``W * local_batch_size``, which is the ``batch_size`` to give it, and M has to divide that.
+    For a sampler with M rows per class, M grows with the ranks if ``local_batch_size`` is constant: M x labels must be at least
+    ``W * local_batch_size``, which is the ``batch_size`` to pass to the sampler, and must be divisible by M.
 
-    Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and restored afterwards:
+    Every generator (torch, numpy, Python, generators held by the sampler) is seeded for the draw and restored afterwards:
     sampling does not change the random numbers of training, and does not depend on them. Lists and arrays that the sampler
     shuffles in place are restored too: an epoch that is set again has the same order. Lightning calls ``set_epoch``.
-    Without it, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
-    world is one process, and so is ``len``.
+    Otherwise, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
+    world is one process, also for ``len``.
 
     Args:
-        sampler: Sampler that one process would use, over the whole data set, equal on every rank: a sampler of torch or
+        sampler: Sampler that one process would use, over the whole dataset, equal on every rank: a sampler of torch or
             pytorch-metric-learning, or any iterable over indices that has a length.
-        local_batch_size: ``batch_size`` of the DataLoader. The two must be equal (``DDPLossStrategy`` refuses others).
-        drop_last: Leave out a last global batch that is not full. Else its rows are dealt as evenly as possible. Set it
-            here and not on the DataLoader, which can drop a batch on some ranks only.
-        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets, or the seed of a loaded state.
+        local_batch_size: ``batch_size`` of the DataLoader. The two must be equal (``DDPLossStrategy`` rejects other values).
+        drop_last: Whether to drop a last global batch that is not full. Otherwise its rows are distributed as evenly as possible. Set it
+            here and not on the DataLoader, which may drop a batch on some ranks only.
+        seed: 0 to 2**32 - 1. If None, ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets, or the seed of a loaded state.
 
-    A run that is resumed under ``DDPLossStrategy`` goes on with the next global batch, also in the middle of an epoch, with
-    workers, and on another number of ranks (also ``devices=1``) with the same global batch. Inside an accumulation window it goes on with
-    the window's first micro-batch. Random numbers of training (dropout) go on too, on the same number of ranks. Those of workers
-    (augmentation) do not in the middle of an epoch.
+    A run that is resumed under ``DDPLossStrategy`` continues with the next global batch, including in the middle of an epoch, with
+    workers, and on another number of ranks (also ``devices=1``) with the same global batch. Inside an accumulation window it continues
+    with the window's first micro-batch. Random numbers of training (dropout) also continue, on the same number of ranks. Random numbers of
+    workers (augmentation) do not continue in the middle of an epoch.
 
-    Communication: two handshakes per epoch, at its first batch. All ranks iterate together, or none.
+    Communication: two handshakes per epoch, at its first batch. All ranks must iterate together.
 
     Raises:
-        ConfigurationError: no sampler, one without length, one that is cut by rank already, sizes that do not match.
-        InputError: a batch with fewer rows than ranks, or batches in place of indices.
+        ConfigurationError: for a missing sampler, one without length or already divided by rank, or sizes that do not match.
+        InputError: for a batch with fewer rows than ranks, or batches in place of indices.
         RankMismatchError: on every rank, if the ranks' samplers drew different indices.
 
     Example:
@@ -102,7 +102,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         expect(is_indices, "GlobalBatchSampler as sampler=", expected="a sampler of indices", got=got, fix=fix)
         self.local_batch_size = local_batch_size
         self.draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
-        # rank and world size are placeholders for the base class: they are read again at each use
+        # rank and world size are placeholders for the base class, and are read again on each use
         super().__init__(sampler, num_replicas=1, rank=0, shuffle=False, seed=seed or 0, drop_last=drop_last)
         self._read_ranks()
 
@@ -124,33 +124,33 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         return self.draw.rows()
 
     def latest_batches(self) -> list[list[Any]]:
-        """Return this rank's part of each batch of the epoch that was drawn last, empty before the first."""
+        """Return this rank's part of each batch of the most recently drawn epoch, empty before the first."""
         return self.draw.latest_batches()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the place of training, the same on every rank that trained. Save rank 0's. ``batches`` has this method too.
+        """Return the position of training, the same on every rank that trained. Save rank 0's. ``batches`` has this method too.
 
         Args:
-            batches: Number of trained batches of this epoch. None: those that were handed out, which is right without workers. A
-                DataLoader with workers has drawn more.
+            batches: Number of trained batches of this epoch. If None, the batches that were handed out, which is correct without workers.
+                A DataLoader with workers has drawn more.
 
         Returns:
-            ``epoch``, ``seed`` and ``rows`` (of this epoch, all ranks together), and entries that are compared on loading: ``sampler``,
-            ``length``, ``global_batch_size``, ``drop_last``, ``digest``. Numbers and texts only.
+            ``epoch``, ``seed`` and ``rows`` (of this epoch, over all ranks), and entries that are compared on loading: ``sampler``,
+            ``length``, ``global_batch_size``, ``drop_last``, ``digest``. Only numbers and texts.
         """
         return self.draw.state_dict(batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the next batch after the saved place, on any number of ranks with the same global batch.
+        """Continue with the batch after the saved position, on any number of ranks with the same global batch.
 
-        Load on every rank, before a DataLoader makes its iterator. The epoch is drawn again from its seed and skipped forward, at
-        the cost of one draw. ``len`` stays that of the whole epoch. ``DDPLossStrategy`` saves and loads it in its checkpoints.
+        Load it on every rank, before a DataLoader creates its iterator. The epoch is drawn again from its seed and skipped forward, at
+        the cost of one draw. ``len`` remains the length of the whole epoch. ``DDPLossStrategy`` saves and loads it in its checkpoints.
 
         Args:
             state: Result of ``state_dict``.
 
         Raises:
-            InputError: another sampler, length, seed or global batch than was saved; names both.
+            InputError: for a sampler, length, seed or global batch that differs from the saved one, naming both.
         """
         self.draw.load_state_dict(state)
 
@@ -165,13 +165,13 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         drop_last: bool = False,
         seed: int | None = None,
     ) -> BatchSampler:
-        """Return the form for ``DataLoader(batch_sampler=...)``: batches of any size, cut as evenly as possible.
+        """Return the form for ``DataLoader(batch_sampler=...)``: batches of any size, divided as evenly as possible.
 
         Args:
-            sampler: A sampler of indices with ``global_batch_size``, or one of batches without.
+            sampler: A sampler of indices together with ``global_batch_size``, or a sampler of batches without it.
             global_batch_size: Rows of a global batch, G, the same for any number of ranks.
-            drop_last: Leave out a last batch of fewer than G rows. In prediction it is kept all the same, as Lightning
-                does in one process.
+            drop_last: Whether to drop a last batch of fewer than G rows. In prediction it is always kept, as by Lightning in one
+                process.
             seed: Seed, as above.
 
         Returns:
@@ -195,15 +195,15 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
     @staticmethod
     def shuffled(length: int, global_batch_size: int, *, seed: int, drop_last: bool = False) -> BatchSampler:
-        """Shuffle each epoch for ``DataLoader(batch_sampler=...)``: 4 bytes a row, and a resumed epoch starts at its place.
+        """Shuffle each epoch for ``DataLoader(batch_sampler=...)``, with 4 bytes per row. A resumed epoch starts at its position.
 
-        Every rank computes the same permutation of the rows, ``torch.randperm`` from ``seed + epoch``, so no indices are exchanged.
+        Every rank computes the same permutation of the rows, ``torch.randperm`` from ``seed + epoch``, so indices are not exchanged.
 
         Args:
-            length: Rows of the data set.
+            length: Rows of the dataset.
             global_batch_size: Rows of a global batch, G, the same for any number of ranks.
             seed: 0 to 2**32 - 1. Each epoch has a different order.
-            drop_last: Leave out a last batch of fewer than G rows.
+            drop_last: Whether to drop a last batch of fewer than G rows.
 
         Returns:
             A ``BatchSampler``, as ``batches``.
@@ -220,7 +220,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
 
 class _CarriedSize(int):
-    """A batch size that carries its draw when Lightning rebuilds the batch sampler."""
+    """A batch size that keeps its draw when Lightning rebuilds the batch sampler."""
 
     draw: GlobalDraw
 
@@ -229,9 +229,9 @@ class GlobalBatches(BatchSampler):
     """Batches of this rank, from ``GlobalBatchSampler.batches``.
 
     Args:
-        sampler: Ignored: Lightning hands in its own, which would cut a second time.
+        sampler: Ignored: Lightning passes a sampler of its own, which would divide the rows a second time.
         batch_size: The size that carries the draw.
-        drop_last: False keeps a last batch that was to be left out (Lightning in prediction).
+        drop_last: False keeps a last batch that was to be dropped (Lightning in prediction).
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
@@ -261,11 +261,11 @@ class GlobalBatches(BatchSampler):
         self.sampler.set_epoch(epoch)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the place of training, as ``GlobalBatchSampler.state_dict``."""
+        """Return the position of training, as ``GlobalBatchSampler.state_dict``."""
         return self.sampler.state_dict(batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved place, as ``GlobalBatchSampler.load_state_dict``."""
+        """Continue from a saved position, as ``GlobalBatchSampler.load_state_dict``."""
         self.sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -276,35 +276,35 @@ class GlobalBatches(BatchSampler):
 
 
 def batches_in_place(loader: DataLoader[Any], *, seed: int | None, title: str) -> GlobalBatches:
-    """Return the batches of a DataLoader without a custom sampler, for all ranks together. Its ``batch_size`` are the rows of one.
+    """Return the batches over all ranks for a DataLoader without a custom sampler, whose ``batch_size`` counts the rows of one rank.
 
     Args:
-        loader: The DataLoader. Each epoch is shuffled, or rows come as they are, as it says.
-        seed: Seed of ``seed_everything``, None if it was not called.
+        loader: The DataLoader, which determines whether each epoch is shuffled.
+        seed: Seed of ``seed_everything``. None if it was not called.
         title: Name in errors.
     """
     kind = Permutation if isinstance(loader.sampler, RandomSampler) else NaturalOrder
     order, rows, drop_last = kind(len(loader.dataset)), loader.batch_size, loader.drop_last  # type: ignore[arg-type]
     draw = ShuffledDraw(order, title=title, local_batch_size=rows, drop_last=drop_last, seed=seed)
-    # as the user knows them
+    # the name that the user passed
     draw.local_name = "batch_size"
     draw.seed_fix = "Call seed_everything({seed}), or leave it out, which takes over the saved seed."
     return GlobalBatches.of(draw)
 
 
 def draw_of(dataloader: object) -> GlobalDraw | None:
-    """Return the draw of a loader's global sampler, None if it has no such sampler."""
+    """Return the draw of a loader's global sampler, or None if it does not use one."""
     batch_sampler, sampler = getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None)
     if isinstance(batch_sampler, GlobalBatches):
         return batch_sampler.sampler
     return sampler.draw if isinstance(sampler, GlobalBatchSampler) else None
 
 
-# ---------------------------------------------------------------------- an order that follows from the seed
+# ---------------------------------------------------------------------- orders derived from the seed
 
 
 class Permutation(Sampler[int]):
-    """The numbers 0 to n - 1, in another order for each seed.
+    """The numbers 0 to n - 1, in a different order for each seed.
 
     Args:
         length: Number of rows, n.
@@ -331,7 +331,7 @@ class Permutation(Sampler[int]):
 
 
 class NaturalOrder(Permutation):
-    """The numbers 0 to n - 1 as they come, for every seed."""
+    """The numbers 0 to n - 1 in ascending order, for every seed."""
 
     def order(self, seed: int) -> Tensor:
         """Return the numbers in ascending order."""
@@ -340,10 +340,10 @@ class NaturalOrder(Permutation):
 
 @dataclass(frozen=True)
 class LocalBatches(Sequence[list[int]]):
-    """This rank's part of each batch of an epoch. A batch is made when it is read.
+    """This rank's part of each batch of an epoch. A batch is created when it is read.
 
     Attributes:
-        order: Row numbers of the epoch, all ranks together.
+        order: Row numbers of the epoch, over all ranks.
         global_batch_size: Rows of a global batch, G. The last batch may have fewer.
         world_size: Number of ranks.
         rank: Number of this rank.
@@ -366,21 +366,21 @@ class LocalBatches(Sequence[list[int]]):
 
 
 class ShuffledDraw(GlobalDraw):
-    """The batches of an order that follows from the seed alone.
+    """The batches of an order that is derived only from the seed.
 
     Args:
         sampler: Order of the rows.
         global_batch_size: Rows of a global batch, G.
         local_batch_size: Rows of a rank's batch. G is W times this.
-        drop_last: Leave out a last batch of fewer than G rows.
-        seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. None: 0, or the seed of a loaded state.
+        drop_last: Whether to drop a last batch of fewer than G rows.
+        seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. If None, 0, or the seed of a loaded state.
         title: Name in errors.
     """
 
     source: Permutation
 
     def _first_seed(self) -> int:
-        return 0  # ranks exchange none
+        return 0  # the ranks do not exchange a seed
 
     def _draw_together(self, epoch: int) -> Sequence[list[Any]]:
         W, rank = process_groups.world_size(), process_groups.rank()
@@ -393,6 +393,6 @@ class ShuffledDraw(GlobalDraw):
             self._kept = (place, digest, LocalBatches(order, G, W, rank))
             self._sizes = [G] * full + [rest] * bool(rest)
         _, digest, batches = self._kept
-        # seed and length give the order. Its hash finds ranks with other releases of torch
+        # seed and length determine the order. Its hash detects ranks with other releases of torch
         handshake.all_gather(self.title, {**self._must_match(epoch), "order": digest.hex()})
         return batches

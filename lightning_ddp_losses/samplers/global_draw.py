@@ -1,14 +1,14 @@
-"""Draws the batches of one process on every rank, deals them to the ranks, and resumes in the middle of an epoch.
+"""Draws the batches of one process on every rank, distributes them to the ranks, and resumes in the middle of an epoch.
 
 Every rank draws all indices of an epoch from the same seed, which is cheap compared to loading. The ranks compare them in a handshake, and
-each keeps its contiguous part of every batch. Every generator that a sampler may use is seeded for the draw and restored afterwards, as all
-ranks would have the same dropout otherwise. What a sampler shuffles in place is restored too.
+each keeps its contiguous part of every batch. Every generator that a sampler may use is seeded for the draw and restored afterwards.
+Otherwise all ranks would have the same dropout. Objects that a sampler shuffles in place are restored too.
 
-The place in an epoch counts rows that were trained on, of all ranks together. So it means the same for any number of ranks, and rows that
-the workers of a DataLoader had already drawn are drawn again. The rest of a saved state is compared: another sampler, seed, data set or
-global batch would silently give other batches.
+The position in an epoch counts rows that were trained on, over all ranks. It therefore has the same meaning for any number of ranks, and
+rows that the workers of a DataLoader had already drawn are drawn again. The other entries of a saved state are compared: another sampler,
+seed, dataset or global batch would silently result in other batches.
 
-Legend: ``n`` rows of the data set, ``W`` ranks, ``G`` rows of a global batch.
+Legend: ``n`` rows of the dataset, ``W`` ranks, ``G`` rows of a global batch.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect, expect_count
 
-_OFFER = struct.Struct("<Q16s")  # seed, digest of the draw that this rank still has
+_OFFER = struct.Struct("<Q16s")  # seed, and digest of the draw that this rank still has
 _NONE = bytes(16)
 _PML = "pytorch_metric_learning.utils.common_functions"
-_CONTAINERS = (list, dict, set, deque, array, tuple)  # and tensors and arrays of numpy
+_CONTAINERS = (list, dict, set, deque, array, tuple)  # in addition to tensors and numpy arrays
 _PLAIN = {int, float, str, bool, type(None)}
-_MAX_COPIED = 256 << 20  # bytes of an array
+_MAX_COPIED = 256 << 20  # largest array to copy, in bytes
 
 
 class EpochPlace(NamedTuple):
-    """Place in an epoch from which training goes on.
+    """Position in an epoch from which training continues.
 
     Attributes:
         epoch: The epoch of the drawn order.
-        rows: Trained rows of that epoch, all ranks together.
-        digest: Digest of its draw (hexadecimal), empty if it is not known.
-        announced: Epoch that ``set_epoch`` may name without moving on from here.
+        rows: Trained rows of that epoch, over all ranks.
+        digest: Digest of its draw (hexadecimal), empty if unknown.
+        announced: Epoch that can be passed to ``set_epoch`` without resetting this position.
     """
 
     epoch: int
@@ -63,14 +63,14 @@ class EpochPlace(NamedTuple):
 
 
 class GlobalDraw:
-    """The batches of one process, dealt to the ranks. Rank and world size are read at each use.
+    """The batches of one process, distributed to the ranks. Rank and world size are read on each use.
 
     Args:
         sampler: Sampler that yields indices, or batches if no size is given.
         local_batch_size: Rows of a rank's batch. G is W times this.
         global_batch_size: Rows of a global batch, G.
-        drop_last: Leave out a last batch of fewer than G rows.
-        seed: Seed of epoch 0. Epoch ``e`` is drawn from ``seed + e``. None: rank 0's ``torch.initial_seed()``.
+        drop_last: Whether to drop a last batch of fewer than G rows.
+        seed: Seed of epoch 0. Epoch ``e`` is drawn from ``seed + e``. If None, rank 0's ``torch.initial_seed()``.
         title: Name in errors.
 
     Attributes:
@@ -78,9 +78,9 @@ class GlobalDraw:
         seed_fix: Advice if the seed differs from the saved one.
     """
 
-    _place: EpochPlace | None = None  # place from which the next epoch goes on
-    _announced: EpochPlace | None = None  # first place of the epoch with an iterator that was made before ``set_epoch``
-    _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
+    _place: EpochPlace | None = None  # position from which the next epoch continues
+    _announced: EpochPlace | None = None  # first position of an epoch whose iterator precedes ``set_epoch``
+    _sizes: Sequence[int] = ()  # rows of each global batch of the stored epoch
     _begun = (0, 0)  # the epoch that is being read, and the number of its batches that were handed out
     local_name = "local_batch_size"
     seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
@@ -106,16 +106,16 @@ class GlobalDraw:
         expected = f"a whole number from 0 to {NUMPY_SEEDS - 1}"
         expect(seed is None or is_seed, f"{self.title}: seed", expected=expected, got=repr(seed))
         self.drop_last, self.seed, self.epoch = drop_last, seed, 0
-        self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
-        self._turn = 0  # number of calls of set_epoch
+        self._own_seed: int | None = None  # this rank's proposed seed, stored so that all epochs start from one seed
+        self._turn = 0  # number of changes of the epoch
         self._kept: tuple[tuple[int, int, int], bytes, Sequence[list[Any]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch, as Lightning does. A loaded place in that epoch stays."""
+        """Set the next epoch, as Lightning does. A loaded position in that epoch is kept."""
         if any(place is not None and epoch == place.announced for place in (self._place, self._announced)):
             return
         self._place = self._announced = None
-        # Lightning may name the epoch that is being read once more, while workers read ahead
+        # Lightning may set the current epoch again, while workers read ahead
         if epoch != self.epoch:
             self.epoch = epoch
             self._turn += 1
@@ -123,11 +123,11 @@ class GlobalDraw:
             self._begun = (epoch, 0)
 
     def announce_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iterators. ``set_epoch`` names it later, when workers may have read it to its end."""
+        """Set the epoch of the next iterators. ``set_epoch`` is called with it later, when workers may have read it to its end."""
         self._announce(EpochPlace(epoch, 0, "", epoch))
 
     def go_back(self) -> None:
-        """Let the next iterator begin at the first place of the announced epoch's iterator, which it replaces."""
+        """Make the next iterator begin at the first position of the announced epoch's iterator, which it replaces."""
         if self._announced is not None:
             self._announce(self._announced)
 
@@ -137,7 +137,7 @@ class GlobalDraw:
         self._turn += 1
 
     def keeping_last(self) -> GlobalDraw:
-        """Return a twin that keeps the last batch."""
+        """Return a copy that keeps the last batch."""
         twin = copy.copy(self)
         twin.drop_last, twin._kept = False, None
         twin.forget_place()
@@ -146,10 +146,10 @@ class GlobalDraw:
     # ------------------------------------------------------------------ saving and resuming
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return the place of training, as ``GlobalBatchSampler.state_dict``."""
+        """Return the position of training, as ``GlobalBatchSampler.state_dict``."""
         epoch, handed_out = self._begun
         place = self._place
-        if place is not None and handed_out == 0 and not batches:  # no batch was drawn since a state was loaded
+        if place is not None and handed_out == 0 and not batches:  # no batch was drawn after loading a state
             return self._state(place.epoch, place.rows, place.digest)
         trained = handed_out if batches is None else batches
         if trained and trained >= (len(self._sizes) if self._global_rows() is None else self.count()):
@@ -174,7 +174,7 @@ class GlobalDraw:
         else:
             full, rest = self._cut(G)
             rows = min(batches * G, full * G + rest)
-        # the digest makes another order after a resume an error
+        # with the digest, a different order after a resume is an error
         digest = self._kept[1].hex() if rows and is_kept and self._kept else ""
         return self._state(epoch, rows, digest)
 
@@ -182,7 +182,7 @@ class GlobalDraw:
         return {"epoch": epoch, "seed": self._offer(), "rows": rows, **self._compared(), "digest": digest}
 
     def _compared(self) -> dict[str, Any]:
-        """Return the properties that make a place in one sampler a place in another."""
+        """Return the properties that must be equal for a position in one sampler to be valid in another."""
         return {
             "sampler": type(self.source).__name__,
             "length": len(self.source),
@@ -191,11 +191,12 @@ class GlobalDraw:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, announced: int | None = None) -> None:
-        """Go on from a saved place, as ``GlobalBatchSampler.load_state_dict``.
+        """Continue from a saved position, as ``GlobalBatchSampler.load_state_dict``.
 
         Args:
             state: Result of ``state_dict``.
-            announced: Number that ``set_epoch`` will give this epoch, after its iterator is made. None: its own, before.
+            announced: Number that ``set_epoch`` will pass for this epoch, after its iterator is created. If None, the epoch's own number,
+                passed before.
         """
         with handshake.raising_on_all_ranks(f"{self.title}, load_state_dict"):
             place = self._read_place(state)
@@ -209,18 +210,18 @@ class GlobalDraw:
         self._place = self._announced = None
 
     def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
-        """Return the place in a saved state. Refuse a state of another sampler, naming both."""
+        """Return the position in a saved state. Reject a state of another sampler, naming both."""
         what, expected = f"state that {self.title} loads", "the result of its state_dict()"
         is_mapping = isinstance(state, Mapping)
         counts = [state.get(name) if is_mapping else None for name in ("epoch", "seed", "rows")]
         is_state = all(isinstance(count, int) and count >= 0 for count in counts)
         got = dict(state) if is_mapping else type(state).__name__
         expect(is_state, what, expected=expected, got=got, error=InputError)
-        # 1. the seed, which gives every epoch its order
+        # 1. the seed, which determines the order of every epoch
         seed, fix = state["seed"], self.seed_fix.format(seed=state["seed"])
         is_known = self.seed is None or self.seed == seed
         expect(is_known, f"{what}: seed", expected=seed, got=self.seed, fix=fix, error=InputError)
-        # 2. sampler, data set and global batch
+        # 2. sampler, dataset and global batch
         for name, own in self._compared().items():
             saved, got = state.get(name, own), own
             fix = "Build the sampler as it was when the state was saved."
@@ -260,7 +261,7 @@ class GlobalDraw:
         return full * of_full + of_rest
 
     def _cut(self, G: int) -> tuple[int, int]:
-        """Return the number of full batches, and the rows of the smaller one that follows, 0 if it is left out."""
+        """Return the number of full batches, and the rows of the smaller one that follows, or 0 if it is dropped."""
         full, rest = divmod(len(self.source), G)
         if self.drop_last:
             return full, 0
@@ -269,7 +270,7 @@ class GlobalDraw:
         return full, rest
 
     def _global_rows(self) -> int | None:
-        """Return the present G, None if the sampler makes the batches."""
+        """Return the current G, or None if the sampler makes the batches."""
         W = process_groups.world_size()
         G = self.global_batch_size if self.local_batch_size is None else W * self.local_batch_size
         declared = getattr(self.source, "batch_size", None)
@@ -301,7 +302,7 @@ class GlobalDraw:
     # ------------------------------------------------------------------ drawing
 
     def latest_batches(self) -> list[list[Any]]:
-        """Return this rank's part of each batch of the epoch that was drawn last, empty before the first."""
+        """Return this rank's part of each batch of the most recently drawn epoch, empty before the first."""
         return [] if self._kept is None else list(self._kept[2])
 
     def __iter__(self) -> Iterator[Any]:
@@ -325,14 +326,14 @@ class GlobalDraw:
         for number in range(start, len(own)):
             self._begun = (epoch, number + 1)
             yield own[number]
-        # the epoch is over, and so is the place in it
+        # the epoch is over, and so is the position in it
         if self._place is place:
             self._place = None
         if turn == self._turn:
             self.epoch = epoch + 1
 
     def _warn_of_unread_place(self) -> None:
-        """Warn in a fit that was resumed inside an epoch by a strategy that restores no sampler."""
+        """Warn in a fit that was resumed inside an epoch by a strategy that does not restore samplers."""
         trainer = compat.fitting_trainer()
         if trainer is None or not trainer.ckpt_path or process_groups.rank():
             return
@@ -347,10 +348,10 @@ class GlobalDraw:
             )
 
     def _first_batch(self, place: EpochPlace | None) -> int:
-        """Return the first batch to train on of the epoch that was just drawn.
+        """Return the first batch to train on in the epoch that was just drawn.
 
         Raises:
-            InputError: on every rank, for another order than before the checkpoint, and for a place that is not the end of a batch.
+            InputError: on every rank, if the order differs from the order before the checkpoint, or the position is not the end of a batch.
         """
         if place is None:
             return 0
@@ -379,7 +380,7 @@ class GlobalDraw:
         seeds, digests = zip(*map(_OFFER.unpack, payloads), strict=True)
         self._own_seed = seeds[0]
         if set(digests) == {kept[1]} and kept[1] != _NONE:
-            # read a second time: a sampler that shuffles in place would not draw the same again
+            # second read: a sampler that shuffles in place would not draw the same again
             return kept[2]
         everything = self._draw(seeds[0] + epoch, epoch)
         digest = draw_digest(everything)
@@ -400,12 +401,12 @@ class GlobalDraw:
         return own
 
     def _must_match(self, epoch: int) -> dict[str, object]:
-        """Return the properties that ranks must have in common to draw together."""
+        """Return the properties that must be equal on all ranks to draw together."""
         rows = 0 if self._place is None else self._place.rows
         return {"epoch": epoch, "seed": self.seed, **self._compared(), "rows trained on": rows}
 
     def _offer(self) -> int:
-        """Return the seed of epoch 0 that this rank would take."""
+        """Return the seed of epoch 0 that this rank proposes."""
         if self._own_seed is None:
             self._own_seed = self._first_seed() if self.seed is None else self.seed
         return self._own_seed
@@ -440,7 +441,7 @@ def _is_batch(items: Any) -> bool:
 
 
 def _larger_m(source: Any, G: int) -> str:
-    """Return the larger m that an M-per-class sampler needs if its batches grow with the ranks: m x labels >= batch size."""
+    """Return advice on the larger m that an M-per-class sampler needs if its batches grow with the ranks: m x labels >= batch size."""
     m, labels = source.m_per_class, len(getattr(source, "labels", ()))
     if not labels or (m * labels >= G and G % m == 0):
         return ""
@@ -452,11 +453,11 @@ def _plain(index: Any) -> Any:
     try:
         return operator.index(index)  # numpy's integers and 0-d tensors
     except TypeError:
-        return index  # a key of a data set that is not a sequence
+        return index  # a key of a dataset that is not a sequence
 
 
 def _refuse_other_sampler(sampler: Any) -> None:
-    """Refuse anything but a sampler over the whole data set that knows its length."""
+    """Reject anything except a sampler over the whole dataset that has a length."""
     name, what, expected = type(sampler).__name__, "GlobalBatchSampler", "a sampler with a length"
     is_sampler = isinstance(sampler, Iterable) and not isinstance(sampler, (Dataset, DataLoader, str, bytes, dict))
     fix = "Give it the sampler that you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...)."
@@ -481,8 +482,8 @@ def draw_seeded(sampler: Any, seed: int) -> list[Any]:
     """Return everything that a sampler yields after seeding, and restore the generators and the sampler's containers.
 
     Args:
-        sampler: Sampler over the whole data set.
-        seed: Seed of all generators: the global ones, pytorch-metric-learning's, and attributes of the sampler and of samplers inside it.
+        sampler: Sampler over the whole dataset.
+        seed: Seed of all generators: the global ones, pytorch-metric-learning's, and attributes of the sampler and of nested samplers.
     """
     generators = [*global_generators(), getattr(sys.modules.get(_PML), "NUMPY_RANDOM", None)]
     for owner in nested_samplers(sampler):
@@ -504,7 +505,7 @@ def draw_digest(batches: Iterable[list[Any]]) -> bytes:
 
 
 def share(rows: int, world_size: int, rank: int) -> slice:
-    """Return the rank's contiguous part of ``rows``. Sizes differ by one at most, with the larger parts first."""
+    """Return the rank's contiguous part of ``rows``. Sizes differ by at most one, with the larger parts first."""
     each, extra = divmod(rows, world_size)
     start = rank * each + min(rank, extra)
     return slice(start, start + each + (rank < extra))
@@ -529,12 +530,12 @@ def _attributes(owner: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def preserve_shuffled(sampler: object) -> Iterator[None]:
-    """Undo a sampler's changes to its lists and arrays: an epoch does not depend on the epochs drawn before it.
+    """Undo a sampler's changes to its lists and arrays, so that an epoch does not depend on previously drawn epochs.
 
-    Restores the lists, dicts, sets, arrays and tensors in its attributes, also inside each other, and which of them an attribute names.
+    Restores the lists, dicts, sets, arrays and tensors in its attributes, including nested ones, and the assignment of attributes to them.
 
     Raises:
-        ConfigurationError: if an array that is too large for a copy was changed.
+        ConfigurationError: if an array that is too large to copy was changed.
     """
     owners = list(map(_attributes, nested_samplers(sampler)))
     named = [{name: value for name, value in owner.items() if _is_container(value)} for owner in owners]
@@ -561,7 +562,7 @@ def _containers_in(queue: list[Any]) -> Iterable[Any]:
         if id(value) in found or not _is_container(value):
             continue
         found[id(value)] = value
-        # most lists hold numbers or texts, without containers inside
+        # most lists hold numbers or texts, and cannot contain containers
         if isinstance(value, dict):
             queue += value.values()
         elif isinstance(value, (list, tuple, deque)) and not set(map(type, value)) <= _PLAIN:
@@ -570,7 +571,7 @@ def _containers_in(queue: list[Any]) -> Iterable[Any]:
 
 
 def _saved(own: Any) -> Any:
-    """Return a shallow copy of a container, a hash of an array that is too large for one, or None for a read-only one."""
+    """Return a shallow copy of a container, a hash of an array that is too large to copy, or None for a read-only one."""
     if isinstance(own, Tensor):
         if own.layout != torch.strided or own.is_meta:
             return None
@@ -584,7 +585,7 @@ def _saved(own: Any) -> Any:
 
 
 def _restore_(own: Any, before: Any, name: str) -> None:
-    """Give a container back its saved contents."""
+    """Restore the saved contents of a container."""
     if before is None:
         return
     if isinstance(before, int):
@@ -595,6 +596,6 @@ def _restore_(own: Any, before: Any, name: str) -> None:
     elif isinstance(own, (dict, set, deque)):
         own.clear()
         own.extend(before) if isinstance(own, deque) else own.update(before)
-    else:  # numpy's array or a tensor, which may have no dimension
+    else:  # a numpy array or a tensor, which may be 0-dim
         with torch.no_grad():
             own[...] = before

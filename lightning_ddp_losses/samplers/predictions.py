@@ -1,10 +1,10 @@
 """Joins the predictions of all ranks in the order of one process.
 
-A distributed sampler deals rows in turn (rank 0 has rows 0, W, 2 W, ...) and may repeat some so that all ranks have the same number.
-So predictions have to be put back into the order of the data set, each row once, before they are compared with those of one process: a
-metric that searches for a query's neighbours among one rank's rows is another metric.
+A distributed sampler distributes rows in turn (rank 0 has rows 0, W, 2 W, ...) and may repeat some so that all ranks have the same number.
+Predictions therefore have to be restored to the order of the dataset, each row once, before they are compared with the predictions of one
+process: a metric that only searches for a query's neighbours among one rank's rows is a different metric.
 
-Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``G`` rows of the data set.
+Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``G`` rows of the dataset.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ _OTHER_SHAPES = "Pad to one shape in all batches, or return a list with one tens
 
 
 def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = None) -> Any:
-    """Join the predictions of all ranks in the order of the data set, each row once.
+    """Join the predictions of all ranks in the order of the dataset, each row once.
 
-    Equivalent to: ``trainer.predict`` in one process without shuffling, its batches concatenated. If rows were left out
+    Equivalent to: ``trainer.predict`` in one process without shuffling, its batches concatenated. If rows were skipped
     (``limit_predict_batches``), the remaining ones in ascending order.
 
-    After ``trainer.predict`` it takes the returned predictions. In ``on_validation_epoch_end`` and ``on_test_epoch_end`` it takes one entry
-    for each batch that the step has seen, for loaders with a known order: those that do not shuffle, ``DistributedSampler``,
+    After ``trainer.predict``, pass the returned predictions. In ``on_validation_epoch_end`` and ``on_test_epoch_end``, pass one entry
+    for each batch of the step, for loaders with a known order: loaders that do not shuffle, ``DistributedSampler``,
     ``GlobalBatchSampler``, and all loaders under ``DDPLossStrategy(evaluation="exact")``.
 
     Args:
-        trainer: Trainer that made the predictions. Its loaders give their rows.
+        trainer: Trainer that made the predictions. The positions of the rows are determined from its loaders.
         predictions: This rank's predictions: a list with an entry per batch, or a list of such lists for several loaders. An entry is a
             tensor (B, ...), a list with one tensor of any length or one nest of tensors for each of the B rows, or a nest of dicts, lists
             and tuples of these.
-        dst: The only rank that keeps them. None: every rank.
+        dst: The only rank that receives the result. If None, every rank.
 
     Returns:
-        (G, ...) in the place of each (B, ...), and a list of G rows in the place of a list of B rows, on their device, without graph.
+        (G, ...) in place of each (B, ...), and a list of G rows in place of a list of B rows, on their device, without graph.
         A list of these for several loaders. None on ranks other than ``dst``.
 
-    Communication: two handshakes, and a handshake and a gather for each loader. All ranks hold the rows of one loader for a while.
+    Communication: two handshakes, and a handshake and a gather for each loader. All ranks temporarily hold the rows of one loader.
 
     Raises:
-        ConfigurationError: if the processes that predicted are gone (``ddp_spawn``, ``ddp_fork``).
+        ConfigurationError: if the processes that predicted have exited (``ddp_spawn``, ``ddp_fork``).
         InputError: on every rank, for entries without one row for each row of their batch, that are not tensors, or that differ between
-            ranks, for lists of as many tensors as rows that are as long (return a tuple), for loaders with an unknown order, and for
-            ranks that drew from different orders.
+            ranks, for lists that contain as many tensors as rows, each equally long (return a tuple), for loaders with an unknown order,
+            and for ranks that drew from different orders.
 
     Example:
         >>> import torch
@@ -75,7 +75,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         >>> gather_predictions(trainer, predictions)
         {'twice': tensor([0, 2, 4, 6, 8])}
     """
-    # without a group the ranks are gone: only the main process is here
+    # without a group the ranks have exited, and only the main process is left
     expect(
         trainer.world_size == 1 or process_groups.is_distributed(),
         f"{_TITLE}: process group",
@@ -92,7 +92,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         loaders = current_loaders(trainer)
         drawn = [_drawn_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
         payload = messages.pack([batches.kinds_of_lists() for batches in drawn])
-    # 2. lists with one entry for each row. The batches of all ranks decide
+    # 2. lists with one entry per row, as determined by the batches of all ranks
     payloads = handshake.all_gather(f"{_TITLE}: lists", {"loaders": len(loaders)}, payload, of_user=True)
     kinds_by_rank = list(map(messages.unpack, payloads))
     lists = []
@@ -102,7 +102,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     with handshake.raising_on_all_ranks(_TITLE):
         local_rows = [_local_rows(*each) for each in zip(loaders, drawn, lists, strict=True)]
         payload = messages.pack([tuple(rows.without_values()) for rows in local_rows])
-    # 3. places and form of the rows of all ranks
+    # 3. positions and form of the rows of all ranks
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     try:
         rows_by_rank = [list(starmap(_LoaderRows, messages.unpack(payload))) for payload in payloads]
@@ -127,10 +127,10 @@ class _LoaderRows(NamedTuple):
     """One rank's rows of one loader.
 
     Attributes:
-        nest: Tensors (B, ...), all batches together. None if the rank has no batch.
-        places: (B,), places of the rows in the data set.
-        rows_of_set: Number of rows in the data set, if all of them were dealt, else 0.
-        device: Type of the tensors' device. Empty if the rank has no batch.
+        nest: Tensors (B, ...), all batches joined. None if the rank does not have batches.
+        places: (B,), positions of the rows in the dataset.
+        rows_of_set: Number of rows in the dataset if all of them were distributed, otherwise 0.
+        device: Type of the tensors' device. Empty if the rank does not have batches.
     """
 
     nest: Any
@@ -139,10 +139,10 @@ class _LoaderRows(NamedTuple):
     device: str = ""
 
     def without_values(self) -> _LoaderRows:
-        """Return the same with no rows in the tensors, on the CPU: the form of the rows."""
+        """Return the same form with empty tensors on the CPU."""
 
         def empty(tensor: Tensor) -> Tensor:
-            # a slice would be sent with the whole storage
+            # a slice would be sent with its whole storage
             return tensor.new_empty((0, *tensor.shape[1:]), device="cpu")
 
         return self._replace(nest=inputs.map_tensors(empty, self.nest))
@@ -152,7 +152,7 @@ class _LoaderRows(NamedTuple):
 
 
 def current_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of the trainer's present stage, or of its last one."""
+    """Return the loaders of the trainer's current stage, or of its last one."""
     if trainer.validating or trainer.sanity_checking or trainer.training:
         found = compat.validation_loaders(trainer)
     elif trainer.testing:
@@ -181,12 +181,12 @@ def _by_loader(predictions: Any, loaders: Sequence[Any]) -> list[Any]:
 
 
 class _DrawnBatches(NamedTuple):
-    """One rank's batches of one loader, those without rows left out.
+    """One rank's batches of one loader, without empty batches.
 
     Attributes:
-        predictions: What the step returned.
-        places: Places of the rows in the data set.
-        number: Number of batches, those without rows counted.
+        predictions: Return values of the step.
+        places: Positions of the rows in the dataset.
+        number: Number of batches, including empty ones.
     """
 
     predictions: list[Any]
@@ -199,7 +199,7 @@ class _DrawnBatches(NamedTuple):
 
 
 def _drawn_rows(loader: Any, batches: Sequence[Any]) -> _DrawnBatches:
-    """Return a rank's batches of one loader, with the places of their rows."""
+    """Return a rank's batches of one loader, with the positions of their rows."""
     if not batches:
         return _DrawnBatches([], [], 0)
     drawn = _drawn_batches(loader)
@@ -214,10 +214,10 @@ def _drawn_rows(loader: Any, batches: Sequence[Any]) -> _DrawnBatches:
 
 
 def _local_rows(loader: Any, drawn: _DrawnBatches, lists: set[str]) -> _LoaderRows:
-    """Put a rank's batches of one loader together, with the places of their rows."""
+    """Join a rank's batches of one loader, with the positions of their rows."""
     if not drawn.predictions:
         return _LoaderRows(None, torch.empty(0, dtype=torch.int64))
-    # each batch has a row for each row that was drawn for it, all on one device
+    # each batch must have a row for each row that was drawn for it, all on one device
     batches: list[Any] = []
     for number, (given, indices) in enumerate(zip(drawn.predictions, drawn.places, strict=True)):
         what, expected = f"{_TITLE}: predictions of batch {number}", f"{len(indices)} rows, as the batch has"
@@ -234,7 +234,7 @@ def _local_rows(loader: Any, drawn: _DrawnBatches, lists: set[str]) -> _LoaderRo
         first = _form_of(batches[0])
         expected = f"as of batch 0: {first}"
         expect(form == first, what, expected=expected, got=form, fix=_OTHER_SHAPES, error=InputError)
-    # the tensors of all batches as one
+    # join the tensors of all batches
     parts = zip(*map(inputs.tensors_in, batches), strict=True)
     joined = [torch.cat(part).detach() for part in parts]
     nest = row_lists.like_nest(batches[0], joined)
@@ -256,9 +256,9 @@ def _counts_of_rows(batch: Any) -> set[int]:
 
 
 def _rows_of_set(loader: Any, batches: int) -> int:
-    """Return the number of rows that were dealt to the ranks together, 0 if it is unknown."""
+    """Return the number of rows that were distributed over all ranks, or 0 if unknown."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    # limits leave out some
+    # limits skip some rows
     if not isinstance(sampler, DistributedSampler) or isinstance(sampler, GlobalBatchSampler) or batches < len(loader):
         return 0
     return 0 if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
@@ -267,13 +267,13 @@ def _rows_of_set(loader: Any, batches: int) -> int:
 def _drawn_batches(loader: Any) -> list[list[Any]]:
     """Return the indices of each batch of this rank, in order, including batches that a loader has read ahead.
 
-    Lightning notes them in predict. Else they are drawn once more, if a second draw is the same.
+    Lightning records them in predict. Otherwise they are drawn again, if a second draw is the same.
     """
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     noted: list[list[Any]] | None = getattr(batch_sampler, "seen_batch_indices", None)
     if noted is not None:
         return noted
-    # ours remember the epoch that they drew, or draw it again
+    # our samplers store the epoch that they drew, or draw it again
     if isinstance(batch_sampler, GlobalBatches):
         return batch_sampler.sampler.latest_batches()
     if isinstance(batch_sampler, EvaluationBatches):
@@ -283,8 +283,8 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
             indices = list(chain.from_iterable(sampler.latest_batches()))
             size = batch_sampler.batch_size
             return [indices[start : start + size] for start in range(0, len(indices), size)]
-        # others only if a second draw is the same
-        inner = compat.wrapped_sampler(getattr(sampler, "dataset", None))  # Lightning's wrapper cuts it by rank
+        # other samplers only if a second draw is the same
+        inner = compat.wrapped_sampler(getattr(sampler, "dataset", None))  # Lightning's wrapper divides it by rank
         if type(sampler if inner is None else inner) in (SequentialSampler, DistributedSampler):
             return list(batch_sampler)
     unknown = sampler if type(batch_sampler) is BatchSampler else batch_sampler
@@ -297,7 +297,7 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
 
 
 def _refuse_other_leaves(batch: Any, what: str) -> None:
-    """Refuse leaves that are not strided tensors with rows."""
+    """Reject leaves that are not strided tensors with rows."""
     if type(batch) in (dict, list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
         for value in batch.values() if isinstance(batch, dict) else batch:
             _refuse_other_leaves(value, what)
@@ -310,7 +310,7 @@ def _refuse_other_leaves(batch: Any, what: str) -> None:
 
 
 def _form_of(nest: Any) -> str:
-    """Return the nest with the dtype, shape and device of a tensor in its place, as text."""
+    """Return the nest as text, with each tensor replaced by its dtype, shape and device."""
 
     def described(tensor: Tensor) -> str:
         return f"{tensor.dtype} {('rows', *tensor.shape[1:])} {tensor.device.type}"
@@ -322,13 +322,13 @@ def _form_of(nest: Any) -> str:
 
 
 def _gather_rows(trainer: Trainer, own: _LoaderRows, by_rank: Sequence[_LoaderRows], name: str) -> Any:
-    """Gather the rows of one loader, each row once, in the order of the data set."""
+    """Gather the rows of one loader, each row once, in the order of the dataset."""
     forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in by_rank]
     if len(set(forms) - {"no batch"}) != 1:
         expected = "the same tensors on every rank, on one at least"
         what = f"{_TITLE}: predictions of {name}"
         raise InputError(what, expected=expected, ranks=forms, fix=_OTHER_SHAPES, collective=True)
-    # a rank without batches takes part with tensors without rows
+    # a rank without batches takes part with empty tensors
     nest = own.nest
     if nest is None:
         peer = next(rows for rows in by_rank if rows.nest is not None)
@@ -337,29 +337,29 @@ def _gather_rows(trainer: Trainer, own: _LoaderRows, by_rank: Sequence[_LoaderRo
     given = {f"tensor {number}": tensor for number, tensor in enumerate(inputs.tensors_in(nest))}
     with torch.no_grad():
         gathered = gather_batch(f"{_TITLE}, {name}", given, {}).tensors
-    # every rank knows all places, so all ranks raise or none does
+    # every rank has all positions, so either all ranks raise or none does
     order = _first_places(torch.cat([rows.places for rows in by_rank]))
     _refuse_other_draws(len(order), by_rank, name)
     return row_lists.unpack_rows(row_lists.like_nest(nest, gathered), order)
 
 
 def _refuse_other_draws(different: int, by_rank: Sequence[_LoaderRows], name: str) -> None:
-    """Refuse rows of ranks that drew from different orders: some rows came to several ranks, and others to none.
+    """Reject rows of ranks that drew from different orders, so that some rows are on several ranks and others on none.
 
     Args:
-        different: Number of different rows that the ranks have together.
+        different: Number of distinct rows over all ranks.
         by_rank: Rows of each rank.
         name: Name of the loader in errors.
     """
     counts = [len(torch.unique(rows.places)) for rows in by_rank]
     repeated = sum(counts) - different
-    # with replacement, a row may come to several ranks
+    # with replacement, a row may be on several ranks
     with_replacement = any(len(rows.places) != count for rows, count in zip(by_rank, counts, strict=True))
     is_all_on_each = all(count == different for count in counts)
     if with_replacement or is_all_on_each or not repeated:
         return
     rows_of_set = max(rows.rows_of_set for rows in by_rank)
-    # a sampler that pads repeats fewer rows than there are ranks, and leaves out none
+    # a padding sampler repeats fewer rows than there are ranks, and does not skip any
     if repeated < len(by_rank) and different >= rows_of_set:
         return
     missing = f", and {rows_of_set - different} to none" if rows_of_set > different else ""
@@ -373,7 +373,7 @@ def _refuse_other_draws(different: int, by_rank: Sequence[_LoaderRows], name: st
 
 
 def _first_places(places: Tensor) -> Tensor:
-    """Return the index of the first occurrence of each place, in ascending order of the places."""
+    """Return the index of the first occurrence of each position, in ascending order of the positions."""
     ascending, order = torch.sort(places, stable=True)
     is_first = torch.ones_like(ascending, dtype=torch.bool)
     is_first[1:] = ascending[1:] != ascending[:-1]

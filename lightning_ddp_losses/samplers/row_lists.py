@@ -1,11 +1,11 @@
-"""Lists with one entry for each row: predictions of other shapes in each row, as token sequences or the boxes of an image.
+"""Lists with one entry per row: predictions whose shapes differ between rows, such as token sequences or the boxes of an image.
 
-In a batch of B rows a ``list`` may hold B entries, one for each row, or tensors (B, ...). Both may be true of one batch, so the batches
-of all ranks decide together (`possible_kinds`, `agreed_lists`). Where they cannot, it is an error. A tuple or dict always holds tensors
-(B, ...).
+In a batch of B rows a ``list`` may hold B entries, one per row, or tensors (B, ...). Both may apply to one batch, so the batches of all
+ranks decide together (`possible_kinds`, `agreed_lists`). If they do not determine it, an error is raised. A tuple or dict always holds
+tensors (B, ...).
 
-To be gathered, a list of rows becomes tensors (`pack_lists`): the shapes of the rows, and their elements in one tensor. `unpack_rows`
-is the way back.
+To be gathered, a list of rows is converted to tensors (`pack_lists`): the shapes of the rows, and their elements in one tensor.
+`unpack_rows` is the inverse.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RowList(NamedTuple):
     """The rows of a list.
 
     Attributes:
-        shapes: The nest of a row, with (B, n) in the place of a tensor with n dimensions: its shape in each row.
-        elements: The same nest, with (N,) in the place of a tensor: its elements in all rows, one row after the other.
+        shapes: The nest of a row, with (B, n) in place of a tensor with n dimensions: its shape in each row.
+        elements: The same nest, with (N,) in place of a tensor: its elements in all rows, concatenated.
     """
 
     shapes: Any
@@ -35,7 +35,7 @@ class RowList(NamedTuple):
 
 
 def possible_kinds(batch: Any, rows: int, path: str = "") -> dict[str, list[str]]:
-    """Return what each list of a batch may hold, by its path: entries for rows, or tensors (B, ...).
+    """Return what each list of a batch may hold, by its path: one entry per row, or tensors (B, ...).
 
     Args:
         batch: Predictions of a batch.
@@ -59,14 +59,14 @@ def possible_kinds(batch: Any, rows: int, path: str = "") -> dict[str, list[str]
 
 
 def agreed_lists(found: Iterable[Mapping[str, list[str]]], title: str) -> set[str]:
-    """Return the paths of the lists that hold one entry for each row.
+    """Return the paths of the lists that hold one entry per row.
 
     Args:
-        found: What `possible_kinds` returned for each batch of all ranks.
+        found: Results of `possible_kinds` for each batch of all ranks.
         title: Name of the predictions in errors.
 
     Raises:
-        InputError: for a list that may be either in all batches. Every rank raises it, since all have the same ``found``.
+        InputError: for a list that may be either in all batches. Every rank raises it, because ``found`` is the same on all ranks.
     """
     kinds: dict[str, set[str]] = {}
     refused = set()
@@ -78,7 +78,7 @@ def agreed_lists(found: Iterable[Mapping[str, list[str]]], title: str) -> set[st
     lists = {path for path, possible in kinds.items() if possible == {ROWS}}
     for path, of_all in kinds.items():
         is_inside = any(path != outer and path.startswith(outer) for outer in lists)
-        # a list that is neither in some batch is refused where that batch is read
+        # a list that is neither in some batch is rejected when that batch is read
         if len(of_all) == 1 or is_inside or path in refused:
             continue
         what = f"{title}: list {path}".rstrip()
@@ -94,11 +94,11 @@ def agreed_lists(found: Iterable[Mapping[str, list[str]]], title: str) -> set[st
 
 
 def pack_lists(batch: Any, lists: set[str], title: str, path: str = "") -> Any:
-    """Return a batch with a `RowList` in the place of each list of rows.
+    """Return a batch with a `RowList` in place of each list of rows.
 
     Args:
         batch: Predictions of a batch with at least one row.
-        lists: Paths of the lists with one entry for each row.
+        lists: Paths of the lists with one entry per row.
         title: Name of the batch in errors.
         path: Path of ``batch`` in the prediction.
 
@@ -143,7 +143,7 @@ def like_nest(nest: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def unpack_rows(nest: Any, order: Tensor) -> Any:
-    """Return rows in another order, with lists in the place of each `RowList`.
+    """Return rows in another order, with lists in place of each `RowList`.
 
     Args:
         nest: Tensors (G, ...) and lists of G rows.

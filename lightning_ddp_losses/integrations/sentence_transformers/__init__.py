@@ -1,25 +1,26 @@
-"""Losses of sentence-transformers over the rows of all ranks: ``over_all_ranks(loss)``, and four classes under their own names.
+"""Losses of sentence-transformers over the rows of all ranks: ``over_all_ranks(loss)``, and four classes under their original names.
 
-Their formulas run unchanged on rows that were gathered exactly: any number of rows per rank, also none, and the gradient of one process
-after DDP's mean over ranks. Without ranks each loss is theirs. Most losses there embed the columns of a batch and give them to a method
-(``compute_loss_from_embeddings``, ``calculate_loss`` of those with a gradient cache): that method gets the rows of all ranks.
+The library's formulas run unchanged on exactly gathered rows: any number of rows per rank, including none, and the gradient of one process
+after DDP's mean over ranks. In a world of one rank each loss is the library's. Most losses in the library embed the columns of a batch and
+pass them to a method (``compute_loss_from_embeddings``, or ``calculate_loss`` for those with a gradient cache): this method is called with
+the rows of all ranks.
 
 | losses | evaluation | memory with k documents per row |
 |---|---|---|
-| ``MultipleNegativesRankingLoss`` and its kinds, one direction, no hardness weights (their default) | each rank its own anchors | B x kG |
+| ``MultipleNegativesRankingLoss`` and its kinds, one direction, no hardness weights (the default) | each rank its anchors | B x kG |
 | the same with other options | every rank all anchors | G x kG |
 | ``GISTEmbedLoss`` | every rank all anchors | G x kG x D |
 | ``ContrastiveLoss``, ``CosineSimilarityLoss``, ``TripletLoss``, ``FlopsLoss`` | rows stay on their rank (``global_rows``) | B x D |
-| all others with one of the two methods | every rank the whole loss | what theirs takes for G rows |
+| all other losses with one of the two methods | every rank the whole loss | memory of the library's loss for G rows |
 | of ``MultiVectorEncoder``: ranking | each rank its own queries, in tiles of documents | the vectors of all documents |
-| of ``MultiVectorEncoder``: distilled scores, margins | each rank its own rows | what theirs takes for B rows |
-| ``MatryoshkaLoss``, ``AdaptiveLayerLoss``, ``SpladeLoss``, ``CSRLoss`` | their inner losses | that of the inner losses |
+| of ``MultiVectorEncoder``: distilled scores, margins | each rank its own rows | memory of the library's loss for B rows |
+| ``MatryoshkaLoss``, ``AdaptiveLayerLoss``, ``SpladeLoss``, ``CSRLoss`` | their inner losses | memory of the inner losses |
 
-Losses with a gradient cache embed in mini-batches as theirs do. ``CachedMultipleNegativesRankingLoss`` holds ``mini_batch_size`` rows of
-the scores. Their ``MultipleNegativesRankingLoss`` masks no duplicates, so this one does not either. ``GISTEmbedLoss`` masks, over the rows
-of all ranks, what its guide finds closer than the positive.
+Losses with a gradient cache embed in mini-batches like the library's. ``CachedMultipleNegativesRankingLoss`` holds ``mini_batch_size`` rows
+of the scores. The library's ``MultipleNegativesRankingLoss`` does not mask duplicates, so this one does not either. ``GISTEmbedLoss``
+masks, over the rows of all ranks, the rows that its guide finds closer than the positive.
 
-Legend: ``B`` rows on this rank, ``G`` over all ranks, ``D`` embedding size. A column is one input of a row, in the host's words: anchor,
+Legend: ``B`` rows on this rank, ``G`` over all ranks, ``D`` embedding size. A column is one input of a row, in the library's terms: anchor,
 positive, negatives.
 """
 
@@ -93,7 +94,7 @@ _EVALUATIONS: tuple[tuple[type[nn.Module], type[OverAllRanks]], ...] = (
     (sparse.SpladeLoss, OverAllRanks),
     (sparse.CSRLoss, OverAllRanks),
 )
-"""How a class is evaluated, and those derived from it. The first that fits; any other with ``compute_loss_from_embeddings``: replicated."""
+"""Evaluation by class, including subclasses. The first match applies. Other losses with ``compute_loss_from_embeddings``: replicated."""
 
 _INNER = ("loss", "document_regularizer", "query_regularizer", "reconstruction_loss")
 
@@ -107,30 +108,31 @@ def over_all_ranks(loss: dict[str, nn.Module], *, name: str | None = None) -> di
 
 
 def over_all_ranks(loss: Any, *, name: str | None = None) -> Any:
-    """Let a loss of sentence-transformers see the rows of all ranks.
+    """Evaluate a loss of sentence-transformers over the rows of all ranks.
 
     Equivalent to: the loss in one process on the rows of all ranks.
 
     Args:
-        loss: A loss with ``compute_loss_from_embeddings``, as most have and one of your own may have; one with a gradient cache; one around
-            such losses (Matryoshka, AdaptiveLayer, Splade, CSR), with its inner losses. It is changed in place: its class becomes one
-            derived from it, with the same name, options, card and ``get_config_dict``. A dict by the name of the data set: each of them.
-        name: Name in messages, of a data set for example. Equal on all ranks.
+        loss: A loss with ``compute_loss_from_embeddings``, which most losses have and a custom loss may have; one with a gradient cache;
+            one around such losses (Matryoshka, AdaptiveLayer, Splade, CSR), including its inner losses. It is changed in place: its class
+            is replaced by a subclass with the same name, options, card and ``get_config_dict``. For a dict by the name of the dataset,
+            each of its losses.
+        name: Name in messages, of a dataset for example. Equal on all ranks.
 
     Returns:
         The same loss, or a dict of the same losses. Its value is the global loss (of several losses a dict), equal on every rank.
 
     Gradient:
-        After DDP's mean over ranks that of one process, for any numbers of rows per rank, also none. A parameter of the loss itself
-        (a projection), which DDP does not reduce, gets that gradient on every rank.
+        After DDP's mean over ranks, the gradient of one process, for any numbers of rows per rank, including none. A parameter of the loss
+        itself (a projection), which DDP does not reduce, receives that gradient on every rank.
 
-    Communication: one handshake and one gather a loss and step; ``Ranking`` and ``Layers`` say theirs.
+    Communication: one handshake and one gather per loss and step; see ``Ranking`` and ``Layers`` for theirs.
 
     Raises:
         ConfigurationError: for a loss without these methods (``SoftmaxLoss``), and for one with ``gather_across_devices=True``, which would
-            gather once more. On every rank, for a ``forward`` that does not call the method. (What it adds to the method's result is the
-            rank's own, and is not found.)
-        RankMismatchError: on every rank, for other options, columns, embedding sizes, or another data set on some ranks.
+            gather once more. On every rank, for a ``forward`` that does not call the method. (Terms that it adds to the method's result
+            are specific to the rank, and are not detected.)
+        RankMismatchError: on every rank, if options, columns, embedding sizes, or the dataset differ between ranks.
 
     Example:
         >>> from sentence_transformers import SentenceTransformer
@@ -154,12 +156,12 @@ def over_all_ranks(loss: Any, *, name: str | None = None) -> Any:
         inner = getattr(loss, part, None)
         if isinstance(inner, nn.Module) and evaluation in (OverAllRanks, Drawing, Layers):
             over_all_ranks(inner, name=name)
-    # their Trainer puts the DDP module in place of `model`, and of nothing else
+    # the library's Trainer only replaces `model` by the DDP module
     if "sentence_embedder" in loss._modules:
         loss._modules["model"] = loss._modules.pop("sentence_embedder")
     loss.__class__ = _class_over_all_ranks(evaluation, kind)
     loss._instance = Instance(kind.__name__, name)
-    # a MatryoshkaLoss has put a function around the method of before
+    # a MatryoshkaLoss has wrapped the previous method in a function
     around = vars(loss).get("calculate_loss")
     if around is not None:
         around.fn = MethodType(type(loss).calculate_loss, loss)
@@ -192,7 +194,7 @@ def _class_over_all_ranks(evaluation: type[OverAllRanks], kind: type[nn.Module])
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        # unpickled by what it is made of, as its name is that of theirs
+        # unpickled from its components, because its name belongs to the library's class
         "__reduce_ex__": lambda self, protocol: (_empty_loss, (evaluation, kind), vars(self)),
     }
     if issubclass(kind, (theirs.BatchAllTripletLoss, theirs.BatchHardTripletLoss, theirs.BatchSemiHardTripletLoss)):
@@ -207,13 +209,14 @@ def _empty_loss(evaluation: type[OverAllRanks], kind: type[nn.Module]) -> nn.Mod
     return made.__new__(made)
 
 
-# ---------------------------------------------------------------------- in place of theirs
+# ---------------------------------------------------------------------- replacing the library's losses
 
 
 def patch_sentence_transformers() -> list[str]:
-    """Put the losses of this module in place of theirs in ``sentence_transformers.losses``.
+    """Replace losses in ``sentence_transformers.losses`` by the losses of this module.
 
-    Call it before the losses are imported from there. With ``LIGHTNING_DDP_LOSSES_DISABLE=1`` in the environment theirs stay.
+    Call it before the losses are imported from that module. With ``LIGHTNING_DDP_LOSSES_DISABLE=1`` in the environment, nothing is
+    replaced.
 
     Returns:
         The names of the replaced classes.

@@ -20,11 +20,11 @@ from lightning_ddp_losses.integrations.sentence_transformers.evaluations import 
 )
 
 _are_draws_common: ContextVar[bool] = ContextVar("are_draws_common", default=False)
-"""True while the ranks draw alike, in a loss around another that draws too (Matryoshka2d)."""
+"""True while all ranks draw the same numbers, in a loss around another that also draws (Matryoshka2d)."""
 
 
 class Drawing(OverAllRanks):
-    """Evaluates a loss around another that draws some dimensions or layers a step: rank 0's, on all ranks."""
+    """Evaluates a loss around another that draws some dimensions or layers per step, using rank 0's draws on all ranks."""
 
     _draws = ("n_dims_per_step", "n_layers_per_step")
 
@@ -46,14 +46,14 @@ class Layers(Drawing):
     def forward(self, sentence_features: Sequence[Features], labels: Tensor | None = None) -> Tensor:
         """Return the global loss of this rank's columns.
 
-        Communication: that of the inner loss for each layer; with the comparison one handshake, and one exchange forward and backward.
+        Communication: of the inner loss for each layer; with the comparison one handshake, and one exchange forward and backward.
         """
         weight = self.kl_div_weight
         world_size = process_groups.world_size()
         theirs_on: Any = super().forward  # type: ignore[misc]
         if world_size == 1 or self.kl_temperature <= 0:
             return theirs_on(sentence_features, labels)  # type: ignore[no-any-return]
-        # the mean over the rows of this rank counts as much as it has rows
+        # the mean over the rows of this rank is weighted by their number
         rows = 0 if stands_in.get() else rows_in(sentence_features[0])
         counts = handshake.all_gather_json(type(self).__name__, {"which of several": self._instance}, rows)
         try:
@@ -66,7 +66,7 @@ class Layers(Drawing):
 
 @contextlib.contextmanager
 def _draws_of_rank_0(title: str) -> Iterator[None]:
-    """Let Python's generator draw on all ranks what it draws on rank 0. Ranks above 0 get their own state back."""
+    """Make Python's generator draw the same numbers on all ranks as on rank 0. Other ranks' own state is restored afterwards."""
     if process_groups.world_size() == 1 or _are_draws_common.get():
         yield
         return

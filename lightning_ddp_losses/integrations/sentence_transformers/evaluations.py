@@ -1,4 +1,4 @@
-"""How a loss of sentence-transformers is evaluated over all ranks: one class for each way, mixed into the class of the loss."""
+"""Ways to evaluate a loss of sentence-transformers over all ranks: one class for each, mixed into the class of the loss."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from lightning_ddp_losses.losses.gathered_call import SeedCounter
 from lightning_ddp_losses.losses.partial_sums import value_with_grad
 
 Features = dict[str, Any]
-"""The features of one column, as the tokenizer of the host makes them."""
+"""The features of one column, as returned by the library's tokenizer."""
 
 Columns = Sequence[Tensor]
 """The embeddings of each column, (B, D) or (G, D) each."""
 
 stands_in: ContextVar[bool] = ContextVar("stands_in", default=False)
-"""True while a rank without rows embeds a row that stands in for them, and is dropped before the loss."""
+"""True while a rank without rows embeds a placeholder row, which is dropped before the loss."""
 
 _seeds = SeedCounter()
 _evaluations = itertools.count(1)
@@ -41,9 +41,9 @@ _last_evaluation = 0
 
 
 class OverAllRanks:
-    """Evaluates a loss of theirs over the rows of all ranks.
+    """Evaluates a loss of the library over the rows of all ranks.
 
-    Their ``gather_across_devices`` has no effect: the rows of all ranks are compared in any case.
+    The library's ``gather_across_devices`` does not have an effect: the rows of all ranks are compared in any case.
     """
 
     _instance: Instance
@@ -55,7 +55,7 @@ class OverAllRanks:
         self._instance = Instance(type(self).__name__)
 
     def __call__(self, sentence_features: Iterable[Features], *args: Any, **kwargs: Any) -> Any:
-        """Return the global loss of this rank's columns. An error of one rank is an error on all of them."""
+        """Return the global loss of this rank's columns. An error on one rank is raised on all ranks."""
         features = list(sentence_features)
         is_empty = any(map(_is_empty, features))
         token = stands_in.set(is_empty or stands_in.get())
@@ -69,7 +69,7 @@ class OverAllRanks:
             stands_in.reset(token)
 
     def _refuse_local_value(self, before: int) -> None:
-        """Refuse a call in which no loss was evaluated over all ranks: its value is one of this rank's rows."""
+        """Reject a call in which no loss was evaluated over all ranks, because its value only covers this rank's rows."""
         if _last_evaluation == before:
             raise ConfigurationError(
                 f"{type(self).__name__}: forward",
@@ -82,7 +82,7 @@ class OverAllRanks:
         return UpstreamGradWatch.of(f"{self._instance.kind} {self._instance.number}", None)
 
     def _must_match(self) -> dict[str, object]:
-        """Return what must be equal on all ranks: which loss it is, and its options."""
+        """Return the values that must be equal on all ranks: which loss it is, and its options."""
         options: dict[str, object] = {}
         if hasattr(self, "get_config_dict"):
             config = self.get_config_dict()
@@ -95,20 +95,20 @@ class OverAllRanks:
         }
 
     def _gather(self, columns: dict[str, Tensor], **how: Any) -> GatheredBatch:
-        """Gather columns of all ranks. Options that differ between ranks are an error on all of them."""
+        """Gather columns of all ranks. Options that differ between ranks are an error on all ranks."""
         return gather_batch(type(self).__name__, columns, self._must_match(), **how)
 
     def _shared(self, value: Tensor) -> Tensor:
-        """Return a loss that every rank has computed. Its coefficient in backward is compared at the next call."""
+        """Return a loss that every rank has computed, and compare its coefficient in backward in the next call."""
         remember_global_value(value)
         return self._watch().watch(value)  # type: ignore[no-any-return]
 
     def _on_all_rows(self, formula: Callable[..., Any], *arguments: Any) -> Any:
-        """Return a formula of the rows of all ranks, which every rank evaluates.
+        """Return the result of a formula over the rows of all ranks, which every rank evaluates.
 
         Args:
-            formula: Their loss.
-            arguments: Nests of tensors with rows of this rank. Those of the first one are embeddings.
+            formula: The library's loss.
+            arguments: Nests of tensors with rows of this rank. The tensors of the first one are embeddings.
 
         Communication: one handshake, one gather, none in backward.
         """
@@ -129,10 +129,10 @@ class OverAllRanks:
 
 
 class Replicated(OverAllRanks):
-    """Evaluates on every rank a loss that gets the embeddings of its columns."""
+    """Evaluates on every rank a loss that is called with the embeddings of its columns."""
 
     def compute_loss_from_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Return their loss over the rows of all ranks. A parameter of the loss gets the gradient of one process on every rank."""
+        """Return the library's loss over the rows of all ranks. A parameter of the loss receives one process's gradient on every rank."""
         formula: Any = super().compute_loss_from_embeddings  # type: ignore[misc]
         names = list(kwargs)
 
@@ -144,7 +144,7 @@ class Replicated(OverAllRanks):
 
 
 class Reconstruction(Replicated):
-    """Evaluates a loss of a sparse autoencoder, which reads these outputs of the model among others."""
+    """Evaluates a loss of a sparse autoencoder, which reads these outputs of the model, among others."""
 
     _outputs = (
         "sentence_embedding_backbone",
@@ -155,20 +155,20 @@ class Reconstruction(Replicated):
     )
 
     def compute_loss_from_embeddings(self, outputs: Sequence[Mapping[str, Tensor]]) -> Any:
-        """Return their losses over the rows of all ranks, from the outputs for each column."""
+        """Return the library's losses over the rows of all ranks, from the outputs for each column."""
         return super().compute_loss_from_embeddings(
             [{name: output[name] for name in self._outputs} for output in outputs]
         )
 
 
 class ByRows(Replicated):
-    """Evaluates a loss whose rows stay on their rank, as it needs sums over them only."""
+    """Evaluates a loss whose rows stay on their rank, because it only requires sums over them."""
 
     def compute_loss_from_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Return their loss over the rows of all ranks.
+        """Return the library's loss over the rows of all ranks.
 
-        Communication: one handshake before the formula and one after it, none in backward. As ``Replicated`` if the loss has parameters of
-        its own: DDP does not reduce them.
+        Communication: one handshake before the formula and one after it, none in backward. As ``Replicated`` if the loss has its own
+        parameters, because DDP does not reduce them.
         """
         if self._has_parameters():
             return super().compute_loss_from_embeddings(*args, **kwargs)
@@ -188,7 +188,7 @@ class ByRows(Replicated):
         return inputs.map_tensors(self._shared, value)
 
     def _has_parameters(self) -> bool:
-        """Return whether the loss itself has parameters, beside those of the model."""
+        """Return whether the loss itself has parameters, in addition to the model's."""
         modules: Any = self.named_children()  # type: ignore[attr-defined]
         of_parts = [list(module.parameters()) for name, module in modules if name != "model"]
         return any(of_parts) or bool(self._parameters)  # type: ignore[attr-defined]
@@ -202,8 +202,8 @@ class CachedReplicated(OverAllRanks):
 
         Args:
             reps: Embeddings of each mini-batch, by column.
-            others: The same of a guide, or labels.
-            with_backward: True: the gradients of ``reps`` are computed, and the value has none.
+            others: The same for a guide, or labels.
+            with_backward: If True, the gradients of ``reps`` are computed, and the value does not have one.
         """
         theirs_on = super().calculate_loss  # type: ignore[misc]
 
@@ -219,16 +219,16 @@ class CachedReplicated(OverAllRanks):
 
 
 def note_evaluation() -> None:
-    """Note that a loss is evaluated over all ranks."""
+    """Record that a loss is evaluated over all ranks."""
     global _last_evaluation  # noqa: PLW0603 - one number, which only grows
     _last_evaluation = next(_evaluations)
 
 
 def back_propagated(formula: Callable[..., Tensor], columns: Columns) -> Tensor:
-    """Return a loss whose gradient is computed at once: each piece of the scores is back-propagated by itself.
+    """Return a loss whose gradient is computed immediately, back-propagating each piece of the scores separately.
 
     Args:
-        formula: Their ``calculate_loss``.
+        formula: The library's ``calculate_loss``.
         columns: Embeddings of each column.
     """
     if not torch.is_grad_enabled():
@@ -248,12 +248,12 @@ def finished(value: Tensor, with_backward: bool) -> Tensor:
 
 
 def own_rows(arguments: Any) -> Any:
-    """Return arguments, without the row that stands in on a rank that has none."""
+    """Return arguments without the placeholder row of a rank without rows."""
     return inputs.map_tensors(lambda rows: rows[:0], arguments) if stands_in.get() else arguments
 
 
 def _refuse_other_rows(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse tensors with other numbers of rows: gathered, they would stand beside rows of another rank."""
+    """Reject tensors with different numbers of rows: after a gather they would be next to rows of another rank."""
     counts = {name: tensor.shape[0] if tensor.ndim else "none" for name, tensor in named}
     if len(set(counts.values())) > 1:
         found = ", ".join(f"{name} {rows}" for name, rows in counts.items())
@@ -269,12 +269,12 @@ def _refuse_other_rows(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _is_empty(features: Features) -> bool:
-    """Return whether a column has no rows."""
+    """Return whether a column is without rows."""
     return any(isinstance(value, Tensor) and value.ndim > 0 and not len(value) for value in features.values())
 
 
 def rows_in(features: Features) -> int:
-    """Return the number of rows of a column, padded, or packed one after the other."""
+    """Return the number of rows of a column, padded or packed."""
     if "cu_seq_lens_q" in features:
         return len(features["cu_seq_lens_q"]) - 1
     for name in ("input_ids", "attention_mask"):
@@ -285,7 +285,7 @@ def rows_in(features: Features) -> int:
 
 
 def _filled(features: Features) -> Features:
-    """Return a column. One without rows gets a row of ones, as encoders of transformers take no empty batch."""
+    """Return a column, with a row of ones if it is empty, because encoders of transformers do not accept an empty batch."""
     if not _is_empty(features):
         return features
     found = dict(features)

@@ -24,14 +24,14 @@ from lightning_ddp_losses.losses.late_interaction.max_sim import max_sim, rankin
 from lightning_ddp_losses.losses.partial_sums import global_mean
 
 _BY_DOCUMENT = (scoring.colbert_scores, scoring.mean_colbert_scores, max_sim)
-"""Scores of a document that do not depend on the other documents, so that they are made in tiles."""
+"""Scores of a document that do not depend on the other documents, so that they can be computed in tiles."""
 
 Texts = tuple[Tensor, Tensor]
-"""(B, T, D) vectors and the mask (B, T) of those that count."""
+"""(B, T, D) vectors and the mask (B, T) of valid ones."""
 
 
 class LateRanking(OverAllRanks):
-    """Ranks this rank's queries among the documents of all ranks. Only vectors that count travel."""
+    """Ranks this rank's queries among the documents of all ranks. Only valid vectors are sent."""
 
     model: Any
     scale: float
@@ -65,7 +65,7 @@ class LateRanking(OverAllRanks):
 
 
 class CachedLateRanking(LateRanking):
-    """The same with a gradient cache."""
+    """The same ranking loss with a gradient cache."""
 
     def forward(self, sentence_features: Sequence[Features], labels: Tensor | None = None) -> Tensor:
         """Return the global loss of this rank's columns."""
@@ -81,7 +81,7 @@ class CachedLateRanking(LateRanking):
 
 
 class RowMeans(OverAllRanks):
-    """Weighs a loss that is a mean over rows, each by itself, with the number of this rank's rows."""
+    """Weights a loss that is a mean over independent rows by the number of this rank's rows."""
 
     model: Any
 

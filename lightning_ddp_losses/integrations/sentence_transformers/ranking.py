@@ -1,4 +1,4 @@
-"""Ranking losses of sentence-transformers over all ranks: those that compare own anchors, and those that a guide masks."""
+"""Ranking losses of sentence-transformers over all ranks: losses that compare local anchors, and losses that are masked by a guide."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from lightning_ddp_losses.losses.partial_sums import global_mean
 
 
 class Ranking(OverAllRanks):
-    """Evaluates a ranking loss: each rank its own anchors if anchors are independent, else every rank all of them."""
+    """Evaluates a ranking loss: each rank its own anchors if anchors are independent, otherwise every rank all anchors."""
 
     model: nn.Module
     directions: tuple[str, ...]
     hardness_mode: str | None
 
     def _over_all_ranks(self, columns: Columns, formula: Callable[[Columns], Tensor]) -> Tensor:
-        """Return their loss over the rows of all ranks.
+        """Return the library's loss over the rows of all ranks.
 
         Args:
             columns: (B, D) each: anchors, positives and negatives of this rank.
-            formula: Their mean over the anchors in the first column. The positive of anchor i is row i of the second column.
+            formula: The library's mean over the anchors in the first column. The positive of anchor i is row i of the second column.
 
         Communication: one handshake, one gather. If anchors are independent, another handshake, and one exchange in backward.
         """
@@ -55,7 +55,7 @@ class Ranking(OverAllRanks):
                 gathered = self._gather(dict(zip(names, columns, strict=True)), backward="own_slice")
                 with inside_global_batch():
                     return self._shared(formula(gathered.tensors))
-            # 1. the documents of all ranks, those of this rank first: row i belongs to anchor i
+            # 1. the documents of all ranks, starting with this rank's: row i belongs to anchor i
             anchors, *documents = columns
             gathered = self._gather(dict(zip(names[1:], documents, strict=True)))
             start = sum(gathered.counts[0][: process_groups.rank(None)])
@@ -65,8 +65,8 @@ class Ranking(OverAllRanks):
                 total = formula([anchors, *rolled]) * len(anchors)
             else:
                 total = torch.stack([rows.sum() for rows in (anchors, *rolled)]).sum() * 0
-            # 3. the mean over those of all ranks
-            # their Trainer averages over ranks. A model that fully_shard reduces in another way is an error
+            # 3. the mean over the anchors of all ranks
+            # the library's Trainer averages over ranks. A model that fully_shard reduces in another way is an error
             return global_mean(total, len(anchors), name=type(self).__name__, reduces="mean", module=self.model)
 
     def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
@@ -87,17 +87,17 @@ class CachedRanking(Ranking):
 
 
 class MultipleNegativesRankingLoss(Ranking, theirs.MultipleNegativesRankingLoss):  # type: ignore[misc]  # no types there
-    """Compare each anchor with the positives and negatives of all ranks. Arguments and formula are those of sentence-transformers.
+    """Compare each anchor with the positives and negatives of all ranks, with the arguments and formula of sentence-transformers.
 
     Equivalent to: ``sentence_transformers.losses.MultipleNegativesRankingLoss`` in one process on the rows of all ranks.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank.
 
-    Gradient: after DDP's mean over ranks that of one process, for any numbers of rows per rank.
+    Gradient: after DDP's mean over ranks, the gradient of one process, for any numbers of rows per rank.
 
     Raises:
-        RankMismatchError: on every rank, for other options, columns or embedding sizes on some ranks.
+        RankMismatchError: on every rank, if options, columns or embedding sizes differ between ranks.
     """
 
 
@@ -120,7 +120,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
 
 
 class CachedMultipleNegativesRankingLoss(CachedRanking, theirs.CachedMultipleNegativesRankingLoss):  # type: ignore[misc]
-    """Compute ``MultipleNegativesRankingLoss`` with the activations of one mini-batch at a time.
+    """Compute ``MultipleNegativesRankingLoss`` with the activations of one mini-batch in memory at a time.
 
     Equivalent to: ``sentence_transformers.losses.CachedMultipleNegativesRankingLoss`` in one process on the rows of all ranks. Ranks may
     have different numbers of mini-batches. The gradients of the model's DDP are reduced once per step.
@@ -147,7 +147,7 @@ class Guided(OverAllRanks):
             return _ChangedModel(getattr(self, name), on_all_rows)
 
         note_evaluation()
-        # a copy of this loss with models that return the rows of all ranks
+        # a copy of this loss whose models return the rows of all ranks
         twin: Any = copy.copy(self)
         models = {name: gathering(name) for name in ("model", "guide")}
         others = {name: module for name, module in self.named_children() if name not in models}  # type: ignore[attr-defined]
@@ -160,17 +160,17 @@ class Guided(OverAllRanks):
 
 
 class GISTEmbedLoss(Guided, theirs.GISTEmbedLoss):  # type: ignore[misc]
-    """Compare each anchor with the rows of all ranks but those that a guide model finds closer than the positive.
+    """Compare each anchor with the rows of all ranks except those that a guide model finds closer than the positive.
 
     Equivalent to: ``sentence_transformers.losses.GISTEmbedLoss`` in one process on the rows of all ranks. Arguments, value and gradient
-    are as there.
+    are the same as for that class.
 
     Communication: one handshake and one gather per column and model, none in backward.
     """
 
 
 class _ChangedModel:
-    """Stands for a model, and changes its embeddings."""
+    """Acts as a model whose embeddings are changed."""
 
     def __init__(self, model: Any, change: Callable[[Tensor], Tensor]) -> None:
         self._model, self._change = model, change
