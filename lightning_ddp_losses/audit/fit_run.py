@@ -449,7 +449,8 @@ class FitRecorder(Recorder, Callback):
         for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
             paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
         # blocks that ranks hold by design
-        tagged = {name: shard_of(parameter) for name, parameter in parameters.items()}
+        tensors = [*parameters.items(), *module.named_buffers()]
+        tagged = {name: shard_of(tensor) for name, tensor in tensors}
         injecting = compat.injects_distributed_sampler(trainer)
         self.describe(
             module,

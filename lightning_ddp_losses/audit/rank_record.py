@@ -88,7 +88,8 @@ class ModuleInfo:
         owners: ``"encoder"``, ``"unregistered"``, or the loss that a parameter belongs to, by parameter.
         aliases: Path under which an unregistered parameter was found, by its name in the optimizer.
         unoptimized: Trainable parameters that no optimizer holds.
-        shards: First class and dimension of this rank's block, for parameters that ranks hold in blocks by design.
+        shards: First class and dimension of this rank's block, for tensors that ranks hold in blocks by design.
+        caches: Buffers that no checkpoint holds. Each rank may have its own.
         module_types: Full class name of each submodule.
         pair_losses: Losses known to compare the rows of a batch with each other, that do not gather them.
         dropout: Submodules that drop.
@@ -109,6 +110,7 @@ class ModuleInfo:
     aliases: dict[str, str] = field(default_factory=dict)
     unoptimized: list[str] = field(default_factory=list)
     shards: dict[str, list[int]] = field(default_factory=dict)
+    caches: list[str] = field(default_factory=list)
     module_types: dict[str, str] = field(default_factory=dict)
     pair_losses: list[str] = field(default_factory=list)
     dropout: list[str] = field(default_factory=list)

@@ -134,6 +134,7 @@ class Recorder:
             optimizers=[type(optimizer).__name__ for optimizer in optimizers],
             unit=unit_roundoff(module, further["precision"]),
             products=product_choices(module),
+            caches=_caches_in(module),
             **further,
         )
 
@@ -422,6 +423,16 @@ def local_pair_losses(module: nn.Module) -> list[str]:
             gathering += (f"{name}.",)
         elif compares_rows(child):
             found.append(name)
+    return found
+
+
+def _caches_in(module: nn.Module) -> list[str]:
+    """Return the paths of the buffers that the state dict leaves out."""
+    found = []
+    for path, child in module.named_modules():
+        found += [
+            f"{path}.{name}".strip(".") for name in compat.buffer_slots(child) if not compat.is_persistent(child, name)
+        ]
     return found
 
 

@@ -121,13 +121,20 @@ class AuditReport:
         steps = "1 step" if s.get("steps") == 1 else f"{s.get('steps')} steps"
         what = f"{s.get('devices')} ranks under {s.get('strategy')}, {steps}, {s.get('precision')}"
         if self.equal:
-            return f"Equal: {what} give the gradients of one process."
+            return f"Equal: {what} give the gradients of one process{self._without_gradient()}."
         if self.verdict == "cannot tell":
             return f"Cannot tell: {what}: {self.diagnoses[0].title}."
         wrong = sum(not row.exact for row in self.worst())
         if not wrong:
             return f"Different: {what}: gradients agree, the data do not."
         return f"Different: {what}: {wrong} of {len(self.worst())} tensors differ, first at step {self.first_step}."
+
+    def _without_gradient(self) -> str:
+        """Return the end of the sentence for parameters that train and get no gradient on any side."""
+        names = [name for each in self.notes if each.fault == "F38" for name in each.parameters]
+        if not names:
+            return ""
+        return f", which are none for {len(names)} trainable parameter{'s' * (len(names) > 1)} that forward uses"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay out the table, losses, diagnoses and notes for a terminal."""

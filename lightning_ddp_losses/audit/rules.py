@@ -268,6 +268,10 @@ def own_queue(context: AuditContext) -> Iterator[Diagnosis]:
             entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry.exists]
             if entries[0].dtype in ("bool", "int64", "int32") and not entries[0].shape:
                 continue
+            of_one = context.one.entry(0, step, "buffer", name)
+            if any(entry.shape != of_one.shape for entry in entries):
+                yield context.diagnosis("F64", "shape", buffer=name, step=step, shapes=_shapes(context, name, step))
+                return
             if not _keeps_rows(context, name, step, entries[0]):
                 yield context.diagnosis("F64", "statistic", buffer=name, step=step)
                 return
@@ -280,6 +284,11 @@ def global_buffer(context: AuditContext) -> Iterator[Diagnosis]:
     """F64: a buffer that is the same on all ranks, and not that of one process."""
     for row in context.wrong_buffers:
         name, step = row.parameter, row.step
+        if context.ranks.entry(0, step, "buffer", name).shape != context.one.entry(0, step, "buffer", name).shape:
+            yield context.diagnosis(
+                "F64", "shape", parameters=[name], buffer=name, step=step, shapes=_shapes(context, name, step)
+            )
+            return
         if name.rpartition(".")[0] in context.local_norms:
             continue  # judged as statistics of batch norm
         # one that the optimizer's step changed follows from wrong gradients
@@ -288,6 +297,13 @@ def global_buffer(context: AuditContext) -> Iterator[Diagnosis]:
         if not context.wrong or ranks.digest != one.digest:
             yield context.diagnosis("F64", "one", parameters=[name], buffer=name, step=step, error=row.error)
             return
+
+
+def _shapes(context: AuditContext, name: str, step: int) -> str:
+    """Return the shape of a buffer on each rank and in one process, as text."""
+    entries = context.ranks.entries_of(step, "buffer", name)
+    shown = [f"rank {rank} {entry.shape if entry.exists else 'none'}" for rank, entry in enumerate(entries)]
+    return f"{comma_list(shown)}; one process {context.one.entry(0, step, 'buffer', name).shape}"
 
 
 def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bool:

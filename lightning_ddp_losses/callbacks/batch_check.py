@@ -187,10 +187,12 @@ class BatchCheck(RankCheck, default=True):
 
     def _read_validation(self) -> Numbers:
         """Find held-out rows that padding repeats."""
-        for index, loader in enumerate(batch_reader.data_loaders(self.runner.trainer, validation=True)):
+        trainer = self.runner.trainer
+        kind = "test" if trainer.testing else "validation"
+        for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
             rows = repeated_rows(loader)
             if rows:
-                self.add("F54", name=f"validation loader {index}", rows=rows)
+                self.add("F54", name=f"{kind} loader {index}", rows=rows)
         return {}
 
     def _read_loaded(self) -> Numbers:

@@ -59,10 +59,12 @@ class SentBuffer:
 
     Attributes:
         is_queue: True if its rows are also compared without their order.
+        shape: Shape of the buffer.
     """
 
     def __init__(self, value: Tensor, *, is_queue: bool) -> None:
         value = value.detach()
+        self.shape = tuple(value.shape)
         self.is_queue = is_queue and value.ndim > 0 and value.shape[0] > 0
         if self.is_queue and value.shape[0] > 2 * _QUEUE_ROWS:
             rows = value.shape[0]
@@ -381,7 +383,7 @@ class BufferSyncCheck(RankCheck, default=True):
         """Return this rank's fingerprints, or the kind of a state."""
         judged = {BUFFERS: self._judged, OWN_BUFFERS: self._own_judged}
         if finding.name in judged:
-            return {name: sent.read() for name, sent in judged[finding.name].items()}
+            return {name: [*sent.read(), list(sent.shape)] for name, sent in judged[finding.name].items()}
         if finding.fault != "F52":
             return None
         return [self._states.get(name, StateKind(0)) for name in finding.name.split(", ")]
@@ -391,7 +393,8 @@ class BufferSyncCheck(RankCheck, default=True):
         if finding.name == BUFFERS:
             return _name_buffers(texts)
         if finding.name == OWN_BUFFERS:
-            return [of_own_buffer(name, column) for name, column in differing_columns(texts).items()]
+            columns = differing_columns(texts).items()
+            return [of_own_buffer(name, column, _differing_shapes(column)) for name, column in columns]
         # the states of one metric have one cause, which the first of them shows
         return [compare_states(finding, [StateKind(*kinds[0]) for kinds in texts])]
 
@@ -421,15 +424,21 @@ def _numbers_of(sent: Mapping[str, SentBuffer]) -> Numbers:
 _NO_BUFFERS = _numbers_of({})
 
 
+def _differing_shapes(column: Sequence[list[Any] | None]) -> tuple[str, ...]:
+    """Return the shape of a buffer on each rank, as text, if they differ."""
+    shapes = tuple("no such buffer" if value is None else f"shape {tuple(value[-1])}" for value in column)
+    return shapes if len(set(shapes)) > 1 else ()
+
+
 def _name_buffers(fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
     """Name each buffer that differs, with the fault of its kind."""
     found = []
     for name, values in differing_columns(fingerprints_by_rank).items():
         # by rank: rows in their order, rows in any order, whether it is a queue
-        column = [tuple(value or (0, 0, False)) for value in values]
+        column = [tuple((value or (0, 0, False))[:3]) for value in values]
         is_queue = any(is_queue for _, _, is_queue in column)
         fault = "F49"
         if is_queue:
             fault = fault_of_memory([rows for _, rows, _ in column])
-        found.append(Finding.of(fault, ranks=odd_ranks(column), name=name))
+        found.append(Finding.of(fault, ranks=odd_ranks(column), name=name, values=_differing_shapes(values)))
     return found

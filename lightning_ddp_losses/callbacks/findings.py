@@ -55,6 +55,11 @@ class CheckStage(StrEnum):
     TRAIN_END = "end of training"
 
 
+def name_of_stage(stage: CheckStage, *, is_test: bool) -> str:
+    """Return a stage as messages name it. In ``trainer.test`` the stages of a validation are those of the test."""
+    return stage.value.replace("validation", "test") if is_test else stage.value
+
+
 _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.AFTER_STEP.value)
 
 

@@ -28,7 +28,14 @@ from torch import Tensor
 from lightning_ddp_losses.callbacks.check import Check
 from lightning_ddp_losses.callbacks.facts.fact import Numbers, decode, encode
 from lightning_ddp_losses.callbacks.facts.user_rows import facts_of_rows
-from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, findings_of_texts, texts_of
+from lightning_ddp_losses.callbacks.findings import (
+    FAILED,
+    CheckStage,
+    Finding,
+    findings_of_texts,
+    name_of_stage,
+    texts_of,
+)
 from lightning_ddp_losses.callbacks.report import Report
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
@@ -292,7 +299,7 @@ class RowExchange:
         Communication: one gather. More only if there is a new finding. None without checks.
         """
         if due:
-            place = place or due[0].stage.value
+            place = place or self._name_of(due[0].stage)
             notes = self.gather_rows(place, self.pack(due), {"step": step})
             self.judge(due, notes, step, place=place)
 
@@ -319,9 +326,12 @@ class RowExchange:
                     judged = self._combine_local(check, of_rank, head[0])
                 judged = judged + self._apply(facts, numbers, columns)
                 if judged:
-                    found += placed(check, judged, facts.step, facts.stage.value)
+                    found += placed(check, judged, facts.step, self._name_of(facts.stage))
         if found:
             self.report_findings(self._complete(found))
+
+    def _name_of(self, stage: CheckStage) -> str:
+        return name_of_stage(stage, is_test=self._trainer.testing)
 
     def _combine_local(self, check: Check, local: list[Finding], hashes: Sequence[int]) -> list[Finding]:
         """Return the findings that ranks made by themselves, if they are not the same on all of them.

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
 from lightning_ddp_losses.callbacks.facts.hook_ends import EpochEnds
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, name_of_stage, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
@@ -414,7 +414,7 @@ class CheckRunner(Callback):
         if self.trainer.sanity_checking:  # validation before training has no checks
             return
         due = self._due(stage)
-        self._enter(place_of(stage.value, self.step))
+        self._enter(place_of(name_of_stage(stage, is_test=self.trainer.testing), self.step))
         if not due:
             return
         with self.own_time:

@@ -4,9 +4,11 @@ Examples are ``orig_dtype`` of torchmetrics' ``FrechetInceptionDistance``, ``num
 ``RootMeanSquaredErrorUsingSlidingWindow`` (torchmetrics 1.9). States are exchanged but attributes are not, so that ``compute`` would fail
 on that rank, or return a different value.
 
-These attributes are determined from the code of the class, equally on every rank. If a class has such attributes, and only some ranks had
-an update, ranks exchange them. If all ranks with an update have the same value, the ranks without one use it in ``compute``. Otherwise an
-error is raised on all ranks.
+These attributes are determined from the code of the class, equally on every rank. If a class has such attributes, ranks compare a digest of
+them with the states, and exchange the attributes if the digests differ, or if only some ranks had an update. If all ranks with an update
+have the same value, the ranks without one use it in ``compute``. Otherwise an error is raised on all ranks, as each rank would compute
+another result. The digest contains the device, dtype and shape of a tensor on an accelerator, but not its numbers, since the host would
+have to wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_NUMBERS = 3  # of a tensor
 _OWN_DEVICE = b"device"
+_FIRST = "Give every rank an update before compute. "
 _OF_TORCHMETRICS = names_written(Metric, "__init__")
 # attributes that do not affect the value: compute only asserts that they exist
 _WITHOUT_EFFECT = frozenset({("RootMeanSquaredErrorUsingSlidingWindow", "rmse_map")})
@@ -55,7 +59,7 @@ class _Attribute(NamedTuple):
             payload = messages.pack_readable(plain, name)
         except InputError as error:
             return cls(f"{error.got}, which cannot be sent", "", None)
-        return cls(_described(value), hash_of(payload), payload)
+        return cls(_described(plain), hash_of(payload), payload)
 
 
 def set_by_update(metric: Metric) -> tuple[str, ...]:
@@ -67,9 +71,25 @@ def set_by_update(metric: Metric) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def has_attributes(metric: Metric | None) -> bool:
-    """Return whether this rank has an attribute that ``update`` sets and ``compute`` reads."""
-    return metric is not None and any(name in vars(metric) for name in set_by_update(metric))
+def attributes_digest(metric: Metric | None) -> str | None:
+    """Return a hash of the attributes that ``update`` sets and ``compute`` reads. None without such an attribute."""
+    if metric is None:
+        return None
+    attributes = vars(metric)
+    names = [name for name in set_by_update(metric) if name in attributes]
+    if not names:
+        return None
+    known = []
+    for name in names:
+        if not _is_without_effect(metric, name):
+            value = inputs.map_tensors(_readable_now, attributes[name])
+            known.append(f"{name}: {_Attribute.of(value, name).digest}")
+    return hash_of("; ".join(known).encode())
+
+
+def _readable_now(tensor: Tensor) -> Tensor | str:
+    """Return a tensor that the host can read without waiting, or the description of another one."""
+    return tensor if tensor.device.type == "cpu" else f"{_layout(tensor)} on {tensor.device.type}"
 
 
 def missing_attributes(title: str, metric: Metric, without_update: Sequence[int], group: Group) -> dict[str, Any]:
@@ -78,7 +98,7 @@ def missing_attributes(title: str, metric: Metric, without_update: Sequence[int]
     Args:
         title: Name of the operation, for messages.
         metric: The metric, which has attributes ``set_by_update``.
-        without_update: Ranks without an update, which are some but not all ranks.
+        without_update: Ranks without an update, but not all ranks. None if the ranks' digests differ.
         group: Process group of the metric.
 
     Returns:
@@ -117,6 +137,8 @@ def _source(
     with_update = [found for rank, found in enumerate(by_rank) if rank not in without_update]
     source = next(filter(None, with_update), None)
     is_equal = len({found and found.digest for found in with_update}) == 1 or _is_without_effect(metric, name)
+    if is_equal and not without_update:
+        return None
     if is_equal:
         digests = {found and found.digest for found in map(by_rank.__getitem__, without_update)}
         if source is None or digests == {source.digest}:
@@ -129,9 +151,9 @@ def _source(
         described.append(f"{shown}, without an update" if rank in without_update else shown)
     raise RankMismatchError(
         f"{what}: `{name}`, which update sets",
-        expected="one value on all ranks that had an update, as ranks without one take it for compute",
+        expected="one value on all ranks that had an update, as compute reads it",
         ranks=described,
-        fix="Give every rank an update before compute, set the attribute in __init__, or declare it as a state: "
+        fix=f"{_FIRST if without_update else ''}Set the attribute in __init__, or declare it as a state: "
         f"add_state({name!r}, ..., dist_reduce_fx=...).",
         collective=True,
         page="F52",
@@ -149,5 +171,10 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype)[6:]}"
+        first = ", ".join(f"{number:.6g}" for number in value.flatten()[:_SHOWN_NUMBERS].tolist())
+        return f"{_layout(value)}: {first}"
     return repr(value)[:_SHOWN_CHARACTERS]
+
+
+def _layout(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}"

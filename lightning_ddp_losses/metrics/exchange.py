@@ -49,7 +49,7 @@ from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
 from lightning_ddp_losses.errors import PeerError
-from lightning_ddp_losses.metrics.attributes import has_attributes, missing_attributes
+from lightning_ddp_losses.metrics.attributes import attributes_digest, missing_attributes
 from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Kind, plan_buffer
 
 # the first byte of a payload
@@ -240,7 +240,7 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
     Communication:
         For each process group and kind of device one handshake. If the bytes of a rank do not fit in it, one all-reduce in place, on the
         device. One more gather at a size that the handshakes have not grown to yet. One more handshake for a metric whose update sets
-        attributes that its compute reads, if some ranks had no update.
+        attributes that its compute reads, if some ranks had no update, or if these attributes differ.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way without a right result.
@@ -290,19 +290,21 @@ def _exchange_in_group(
     states = list(itertools.chain.from_iterable([packet.states for packet in packets]))
     devices = list(dict.fromkeys([state.device.type for state in states])) or ["cpu"]
     buffer_plans: list[tuple[list[State], BufferPlan]] = []
-    with_attributes: set[int] = set()
+    digests: dict[int, list[str | None]] = {}
     for device in devices:
         name = title if len(devices) == 1 else f"{title}, on {device}"
         on_device = [state for state in states if state.device.type == device]
-        values, buffer_plan, have_some = _exchange_states(name, on_device, packets, plans)
-        with_attributes |= have_some
+        values, buffer_plan, of_ranks = _exchange_states(name, on_device, packets, plans)
+        digests.update(of_ranks)
         reduced.update(zip(map(id, on_device), values, strict=True))
         buffer_plans.append((on_device, buffer_plan))
     attributes: dict[int, Mapping[str, Any]] = {}
-    for index in sorted(with_attributes):
+    for index in sorted(digests):
         packet = packets[index]
         without_update = _ranks_without_update(packet.states[0], buffer_plans)
-        if packet.metric is not None and 0 < len(without_update) < process_groups.world_size(packet.group):
+        with_update = {digest for rank, digest in enumerate(digests[index]) if rank not in without_update}
+        must_exchange = len(with_update) > 1 or (without_update and with_update)
+        if packet.metric is not None and must_exchange:
             attributes[id(packet)] = missing_attributes(title, packet.metric, without_update, packet.group)
     return attributes
 
@@ -318,11 +320,12 @@ def _ranks_without_update(state: State, buffer_plans: Sequence[tuple[list[State]
 
 def _exchange_states(
     title: str, states: Sequence[State], packets: Sequence[Packet], plans: Plans[ExchangePlan]
-) -> tuple[list[Any], BufferPlan, set[int]]:
+) -> tuple[list[Any], BufferPlan, dict[int, list[str | None]]]:
     """Exchange the states of some packets that are on one kind of device, and reduce them.
 
     Returns:
-        The states, the plan of the buffer, and indices of packets whose metric has attributes of an update on some rank.
+        The states, the plan of the buffer, and by index of a packet whose metric has attributes of an update on some rank their digest
+        on each rank.
     """
     group = packets[0].group
     device = states[0].device if states else torch.device("cpu")
@@ -336,7 +339,7 @@ def _exchange_states(
     may_have_attributes = any(packet.metric is not None for packet in packets)
     values: list[Any] = weights
     if may_have_attributes:
-        values = [*weights, [index for index, packet in enumerate(packets) if has_attributes(packet.metric)]]
+        values = [*weights, [attributes_digest(packet.metric) for packet in packets]]
     head = b"%s\n%s\n" % (json.dumps(values).encode(), contents)
     is_inline = 1 + len(head) + sum([tensor.nbytes for tensor in own]) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
@@ -365,15 +368,16 @@ def _exchange_states(
     for index in buffer_plan.objects:
         gathered[index] = [_unpickled(tensor, states[index].device) for tensor in gathered[index]]
     values_of_ranks = [json.loads(head[1:]) for head, _, _ in received] if values else []
-    with_attributes: set[int] = set()
+    digests: dict[int, list[str | None]] = {}
     if may_have_attributes:
-        with_attributes.update(*[of_rank.pop() for of_rank in values_of_ranks])
+        by_packet = zip(*[of_rank.pop() for of_rank in values_of_ranks], strict=True)
+        digests = {index: list(of_ranks) for index, of_ranks in enumerate(by_packet) if any(of_ranks)}
     rows_of_means = zip(*values_of_ranks, strict=True)
     found = []
     for state, of_ranks in zip(states, gathered, strict=True):
         rows = next(rows_of_means) if state.reduce is dim_zero_mean else ()
         found.append(state.reduced(of_ranks, rows))
-    return found, buffer_plan, with_attributes
+    return found, buffer_plan, digests
 
 
 def _first_holders(states: Sequence[State]) -> list[int]:

@@ -397,6 +397,14 @@ class LateMean(Subject):  # a centre that is made after the last step, by `.data
         self.centre.data += self.sick * dist.get_rank()
 
 
+class LateShape(Subject):  # a buffer that grows with this rank's rows
+    def build(self) -> None:
+        self.register_buffer("kept", torch.zeros(0))
+
+    def on_train_epoch_end(self) -> None:
+        self.kept = torch.zeros(1 + self.sick * dist.get_rank())
+
+
 class OtherBuffers(Subject):  # buffers that may differ, and buffers that are equal because their parameters are
     def build(self) -> None:
         self.register_buffer("cache", torch.zeros(1), persistent=False)
@@ -598,5 +606,7 @@ BUFFERS = [
     Case(RunningMean, "F64", "BufferSyncCheck", "mean", step=0, options={"accumulate_grad_batches": 2}),
     Case(LateMean, "F64", "BufferSyncCheck", "centre", step=BATCHES),
     Case(LateMean, "F64", "BufferSyncCheck", "centre", step=BATCHES, strategy="ddp_losses"),
+    Case(LateShape, "F64", "BufferSyncCheck", "kept", step=BATCHES),
+    Case(LateShape, "F64", "BufferSyncCheck", "kept", step=BATCHES, strategy="ddp_losses"),
 ]
 CASES = [*DATA, *LOSSES, *STATES, *WINDOWS, *LOADERS, *BUFFERS]

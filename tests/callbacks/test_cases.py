@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks import data_cases, training_cases
-from tests.callbacks.harness import CLASSES, WIDTH, Case, OneLoss, Outcome, Subject, Validated, drawn, run_all
+from tests.callbacks.data_cases import LateShape
+from tests.callbacks.harness import CLASSES, WIDTH, Case, OneLoss, Outcome, Subject, Validated, drawn, run, run_all
 from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
 
 CASES = [*training_cases.CASES, *data_cases.CASES]
@@ -81,6 +82,13 @@ def test_a_sick_run_is_reported_on_every_rank(runs: Runs, index: int, world_size
 @pytest.mark.parametrize("index", ORDER, ids=[IDS[index] for index in ORDER])
 def test_its_healthy_twin_is_silent(runs: Runs, index: int) -> None:
     assert_silent(runs(CASES[index], 2, False, task_of(index)))
+
+
+def test_shapes_of_a_buffer_are_shown_by_rank(pool: RankPool) -> None:
+    case = Case(LateShape, "F64", "BufferSyncCheck")
+    for outcome in pool.run(2, run, case, True):
+        (found,) = [f for f in outcome.findings if f["fault"] == "F64"]
+        assert (found["name"], found["values"]) == ("kept", ["shape (1,)", "shape (2,)"])
 
 
 def test_each_check_has_a_case_on_three_ranks() -> None:

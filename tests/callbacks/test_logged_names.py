@@ -93,6 +93,8 @@ def test_other_names_are_named_on_every_rank(pool: RankPool, names: str, strateg
         errors = pool.errors(2, run, hook, names, stage, strategy)
         name = "class_1" if names == "others" else "only"
         assert_errors(errors, "LossCheck, F46", name, f"({hook}), logged at test_logged_names.py:", "self.log(")
+        if stage == "test":  # which has the stages of a validation
+            assert not any("validation" in error.message for error in errors)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])

@@ -83,6 +83,16 @@ class Unsent(Sum):
         return self.note(self.total)  # type: ignore[no-any-return]
 
 
+class Noted(Sum):
+    """The mean of this rank's rows."""
+
+    def noted(self, rows: Tensor) -> Any:
+        return rows.detach().mean(0)
+
+    def compute(self) -> Tensor:
+        return self.total * self.note.sum()
+
+
 class Unread(RowsOfLast):
     """A note for the user, which `compute` does not read."""
 
@@ -217,6 +227,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ),
         "RankMismatchError",
         3,
+    ),
+    "another value on each rank, all with an update": (
+        lambda _: updated(synced(RowsOfLast()), rows, [dist.get_rank()]).compute(),
+        ("RowsOfLast", "`note`", "rank 0: 2", "rank 1: 3", "declare it as a state: add_state('note'"),
+    ),
+    "a tensor that differs, in forward": (
+        lambda _: differentiable(Noted())(rows(dist.get_rank())[0].requires_grad_()),
+        ("Noted", "`note`", "(4,) float64: ", "declare it as a state: add_state('note'"),
+    ),
+    "one of two in a collection": (
+        lambda _: updated(synced(MetricCollection([Sum(), RowsOfLast()])), rows, [dist.get_rank()]).compute(),
+        ("RowsOfLast", "`note`", "rank 0: 2", "rank 1: 3"),
     ),
     "a value that cannot be sent": (
         lambda _: without_update_on_the_last(Unsent),

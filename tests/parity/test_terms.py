@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,18 @@ class Centred(nn.Linear):
         centred = z - self.centre
         self.centre.mul_(0.9).add_(self.update(z.detach()), alpha=0.1)
         return centred
+
+
+class Keeps(nn.Linear):
+    """A layer that keeps the rows it has seen: its own, or in a cache."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__(FEATURES, CLASSES)
+        self.register_buffer("kept", torch.zeros(0, FEATURES), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.cat([self.kept, x.detach()])
+        return super().forward(x)
 
 
 def own_centre(z: Tensor) -> Tensor:
@@ -228,6 +241,14 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, bool], list[st
         ["F64", "F30"],
         "is the same on all ranks after step 1",
     ),
+    "a buffer of another shape": (
+        lambda: Keeps(persistent=True),
+        of_rows(local_mean),
+        EVEN,
+        ["F64"],
+        "`kept` has other shapes after step 1: rank 0 (6, 6), rank 1 (6, 6); one process (12, 6)",
+    ),
+    "a cache of another shape": (lambda: Keeps(persistent=False), of_rows(local_mean), EVEN, [], ""),
     "batch norm behind a local term": (
         Normed,
         of_rows(lambda z, y: local_mean(z, y) + dice(z, y)),
@@ -265,6 +286,8 @@ def test_a_parameter_without_gradient_on_both_sides_is_a_line() -> None:
     report = parity(seeded(Adapter), of_rows(local_mean), batches(uneven=False), wrap=None)
     (note,) = [each for each in report.notes if each.fault == "F38"]
     assert "`adapter.weight`, `adapter.bias` (2)" in note.evidence
+    equal = dataclasses.replace(report, equal=True)
+    assert equal.summary().endswith("of one process, which are none for 2 trainable parameters that forward uses.")
     verdicts = {row.parameter: row.verdict for row in report.rows}
     assert verdicts["adapter.weight"] == verdicts["adapter.bias"] == "no gradient"
     assert verdicts["head.weight"] != "no gradient"

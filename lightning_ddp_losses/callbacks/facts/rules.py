@@ -152,9 +152,9 @@ def compare_own_buffers(columns: Columns) -> list[Finding]:
     return [of_own_buffer(OWN_BUFFERS, column)] if len(set(column)) > 1 else []
 
 
-def of_own_buffer(name: str, column: Sequence[Any]) -> Finding:
+def of_own_buffer(name: str, column: Sequence[Any], shapes: tuple[str, ...] = ()) -> Finding:
     """Return the finding about a buffer with a value for each rank. It is a warning, since a buffer may have no part in the loss."""
-    return Finding.of("F64", "own", ranks=odd_ranks(column), name=name, graded="warning")
+    return Finding.of("F64", "own", ranks=odd_ranks(column), name=name, values=shapes, graded="warning")
 
 
 def compare_metric_states(columns: Columns) -> list[Finding]:
