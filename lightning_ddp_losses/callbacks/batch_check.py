@@ -25,6 +25,7 @@ from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.transparent import wrapped_module
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.losses.pml_registry import compares_rows
@@ -60,7 +61,9 @@ def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[st
         is_gathering = not class_names.isdisjoint(_GATHERS)
         if is_gathering:
             # a memory holds the rows of other batches
-            compares = any(contrastive_losses(child)[0] for child in inner.children())
+            wrapped = wrapped_module(inner)
+            compared = inner.children() if wrapped is None else [wrapped]
+            compares = any(contrastive_losses(child)[0] for child in compared)
             of_all_ranks += [name] * (compares and "CrossBatchMemory" not in class_names)
         elif "TwoTowerLoss" in class_names:
             of_all_ranks.append(name)

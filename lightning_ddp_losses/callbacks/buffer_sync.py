@@ -35,6 +35,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.fault_rules import fault_of_memory
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
 from lightning_ddp_losses.core.modules import synchronises, unregistered_modules
+from lightning_ddp_losses.core.transparent import wrapped_module
 from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text, row_tables, start_fingerprints
 from lightning_ddp_losses.metrics.states import ExchangingMetric
 
@@ -111,7 +112,8 @@ def compared_buffers(module: nn.Module) -> list[BufferSlot]:
         if isinstance(inner, compat.NORM_TYPES):
             continue
         # known by name: neither losses nor metrics have one base class
-        names = [cls.__name__ for cls in type(inner).__mro__]
+        kinds = [type(inner), type(wrapped_module(inner) or inner)]
+        names = [cls.__name__ for kind in kinds for cls in kind.__mro__]
         is_objective = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
         for name, buffer in compat.buffer_slots(inner).items():
             full_name = f"{path}.{name}".removeprefix(".")

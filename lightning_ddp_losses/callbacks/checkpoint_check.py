@@ -17,6 +17,7 @@ from lightning_ddp_losses.callbacks.batch_reader import BatchReader
 from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
 from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.callbacks.replicas import optimizer_parameters
+from lightning_ddp_losses.core.transparent import wrapped_module
 from lightning_ddp_losses.distributed import process_groups
 
 _UNEVEN = 0.1  # relative difference that a last batch, or ranks with different numbers of rows, may cause
@@ -91,9 +92,10 @@ class CheckpointCheck(RankCheck, default=True):
     def _find_lost_positions(self, module: nn.Module) -> None:
         """Find queues that were restored without their position."""
         for name, inner in module.named_modules():
-            names = [cls.__name__ for cls in type(inner).__mro__]
-            if "CrossBatchMemory" in names and hasattr(inner, "queue_idx") and _has_lost_position(inner):
-                self.add("F65", name=name or type(inner).__name__)
+            memory = wrapped_module(inner) or inner
+            names = [cls.__name__ for cls in type(memory).__mro__]
+            if "CrossBatchMemory" in names and hasattr(memory, "queue_idx") and _has_lost_position(memory):
+                self.add("F65", name=name or type(memory).__name__)
 
     # ------------------------------------------------------------------ facts: all findings are those of a rank
 

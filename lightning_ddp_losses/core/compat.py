@@ -167,6 +167,23 @@ def is_persistent(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+_SHARED_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def shared_tables(module: nn.Module) -> dict[str, Any]:
+    """Return the tables of a module, by attribute, that decide its names and its state dict."""
+    return {name: getattr(module, name) for name in _SHARED_TABLES}
+
+
 def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
     """Return the notes of a state dict about a module, besides its tensors. They have no public name."""
     metadata: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})  # a plain dict has none

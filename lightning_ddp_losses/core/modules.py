@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core.transparent import all_modules, wrapped_module
 
 _MAX_OBJECTS = 20_000  # number of objects to inspect
 _MAX_ITEMS = 1_000  # items of one container: a longer one is data
@@ -148,7 +149,7 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
         module: Module to search, with its submodules.
         elsewhere: Other objects to search, by the name that paths should start with.
     """
-    seen = {id(inner) for inner in module.modules()}
+    seen = {id(inner) for inner in all_modules(module)}
     queue: list[tuple[str, Any, int]] = []
     for name, inner in module.named_modules():
         prefix = f"self.{name}" if name else "self"
@@ -160,7 +161,7 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            seen.update(id(inner) for inner in value.modules())
+            seen.update(id(inner) for inner in all_modules(value))
             yield path, value
         elif depth < _MAX_DEPTH:
             room = min(_MAX_ITEMS, _MAX_OBJECTS - len(queue))
@@ -174,6 +175,9 @@ def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
         if key not in kept_by_others and not isinstance(value, MethodPatch):
             yield key, value
+    wrapped = wrapped_module(module)
+    if wrapped is not None:
+        yield from _own_attributes(wrapped)
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,7 @@ from torchmetrics import Metric
 
 from lightning_ddp_losses import ssl
 from lightning_ddp_losses.core.compat import is_made_by_command_line
+from lightning_ddp_losses.core.transparent import all_modules
 from lightning_ddp_losses.demo.evaluation import HeldOutModule, effective_rank
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
@@ -130,7 +131,7 @@ class EmbeddingModule(HeldOutModule):
     def on_validation_epoch_start(self) -> None:
         """Evaluate a copy of a loss that stores rows, so that held-out rows are not stored."""
         super().on_validation_epoch_start()
-        remembers = any(isinstance(module, CrossBatchMemory) for module in self.loss.modules())
+        remembers = any(isinstance(module, CrossBatchMemory) for module in all_modules(self.loss))
         self._evaluated = (copy.deepcopy(self.loss) if remembers else self.loss,)
 
     def held_out_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core.transparent import wrapped_module
 from lightning_ddp_losses.distributed.window_parts import Term, calling_line
 from lightning_ddp_losses.errors import InputError, expect, listed
 
@@ -253,6 +254,9 @@ def _described(counts: Mapping[Any, Sequence[float]]) -> str:
 
 def _inner(source: object) -> object:
     """Return the loss inside a global loss, or the loss itself."""
+    wrapped = wrapped_module(source) if isinstance(source, nn.Module) else None
+    if wrapped is not None:
+        return wrapped
     return getattr(source, "loss", source) if getattr(source, "sees_global_batch", False) else source
 
 

@@ -23,6 +23,7 @@ from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.function_loss import UNFINISHED, as_module, name_of_loss, unfinished_error
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, Signature
+from lightning_ddp_losses.core.transparent import TransparentWrapper
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
@@ -60,6 +61,7 @@ from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, TiledPlan, tiled_plan
 from lightning_ddp_losses.losses.tuples import GlobalTuples
 
+_POSITION = "queue_position.position"  # key in a state dict
 _WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own rows
 
 
@@ -81,7 +83,7 @@ class PreparedCall(NamedTuple):
     must_match: dict[str, object]
 
 
-class GlobalBatchLoss(WithProcessGroup, nn.Module):
+class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     """A loss over the rows of all ranks.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
@@ -123,6 +125,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank, unscaled. Logging it needs no ``sync_dist``.
 
+    Names:
+        Names of parameters and buffers, keys of the state dict and public attributes (``loss.W``) are those of ``loss``, so that
+        checkpoints and optimizers' states of the plain loss load, and the other way round. Files of earlier versions (``loss.loss.W``) load
+        too. ``wrapped`` is the loss itself, with its methods. A ``CrossBatchMemory`` has one key more, its ``queue_position.position``.
+
     Gradient:
         After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient. Outside Lightning a loss with
         weights is wrapped like the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``. A second derivative over several ranks
@@ -152,6 +159,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     """
 
     sees_global_batch = True
+    old_name = "loss"
+    loss: nn.Module  # the wrapped one, or an attribute of its own
 
     def __init__(
         self,
@@ -172,15 +181,15 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         super().__init__()
         module = as_module(loss)
         refuse_options(module, mode=mode, backward=backward, tile_bytes=tile_bytes, gather=gather, products=products)
+        title = f"GlobalBatchLoss({name_of_loss(module)})"
         # how the loss is configured
-        self.loss: nn.Module = module
         self.mode = mode
         self.backward = backward
-        self.layout = SampleLayout.of(module, batch_dims, views, self._title)
+        self.layout = SampleLayout.of(module, batch_dims, views, title)
         self.tile_bytes = tile_bytes
-        self._tile_compiler = tile_compiler(self._title, compile_tiles)
+        self._tile_compiler = tile_compiler(title, compile_tiles)
         self.products = products
-        self.set_group(group, self._title, name)
+        self.set_group(group, title, name)
         # state of the calls
         self._plans = LossPlans()
         self._seeds = SeedCounter()
@@ -191,6 +200,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.value_reading = inputs.ValueReading()
         memories = [each for each in module.modules() if isinstance(each, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
+        # last: from here on, what is registered is the loss's
+        self.wrap_(module)
 
     @property
     def batch_dims(self) -> Mapping[int | str, int | None]:
@@ -203,11 +214,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return option_of(self._tile_compiler)
 
     def extra_repr(self) -> str:
-        """Show the mode that runs, and how rows are evaluated."""
+        """Show the wrapped loss, the mode that runs, and how rows are evaluated."""
         mode = self._chosen_mode(self.exact_modes())
-        if mode == "rows" and pml_registry.is_pml_loss(self.loss):
-            return f"mode={self.mode!r} (rows, {self.evaluation})"
-        return f"mode={self.mode!r} ({mode})"
+        if mode == "rows" and pml_registry.is_pml_loss(self.wrapped):
+            mode = f"rows, {self.evaluation}"
+        return f"{name_of_loss(self.wrapped)}, mode={self.mode!r} ({mode})"
 
     @property
     def evaluation(self) -> Literal["tiled, symmetric", "tiled", "row tiles"]:
@@ -216,15 +227,15 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         ``"tiled, symmetric"``: tiles of our own, and no collective in backward if the rows of one batch are compared without a miner's
         tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
         """
-        plan = tiled_plan(labelled_loss(self.loss))
+        plan = tiled_plan(labelled_loss(self.wrapped))
         if plan is None:
             return "row tiles"
-        symmetric = plan.symmetric and not pml_registry.compares_one_way(self.loss)
+        symmetric = plan.symmetric and not pml_registry.compares_one_way(self.wrapped)
         return "tiled, symmetric" if symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
         """Return the modes that are exact for this loss as it is configured now, cheapest first."""
-        return exact_modes(self.loss, self.backward)
+        return exact_modes(self.wrapped, self.backward)
 
     def _chosen_mode(self, modes: tuple[Mode, ...]) -> Any:
         """Return the mode that runs, of those that are exact. Views are gathered, so that rows are views one after another again."""
@@ -240,8 +251,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return self._current_rules()
         # what ranks compare is read by their first call, and not where one of them looks
         configuration = Configuration()
-        text = configuration.read(self.loss)
-        return LossPlan.of(self.loss, self.backward, text, configuration.unread)
+        text = configuration.read(self.wrapped)
+        return LossPlan.of(self.wrapped, self.backward, text, configuration.unread)
 
     @eager_recursive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +287,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             try:
                 value = plan.precision.run(self, self._evaluate, (call,), {}, parameters, tensors)
             finally:
-                self._plans.configuration.follow(self.loss)
+                self._plans.configuration.follow(self.wrapped)
             if isinstance(value, UNFINISHED):
                 raise unfinished_error(self._title, value)
         remember_global_value(value, self._title)
@@ -284,18 +295,34 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return inputs.map_tensors(with_scaled_gradient, value)
         return self._upstream_grad.watch(value, group=self._group)
 
+    # ------------------------------------------------------------------ position of a memory
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the wrapped loss. That of a memory has its position too."""
+        state = super().state_dict(*args, **kwargs)
+        if self.queue_position is not None:
+            given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+            state[given.get("prefix", "") + _POSITION] = self.queue_position.position
+        return state
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        position = state_dict.pop(prefix + _POSITION, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.queue_position is not None:
+            self.queue_position.restore_(position)
+
     # ------------------------------------------------------------------ plan
 
     def _current_rules(self) -> LossPlan:
         """Return the rules for all calls, as the loss and this object are configured now."""
         others = (self.mode, self.products, self.compile_tiles, repr(self.layout))
-        return self._plans.current(self.loss, self.backward, *others)
+        return self._plans.current(self.wrapped, self.backward, *others)
 
     def _plan_call(
         self, rules: LossPlan, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> CallPlan:
         """Refuse what no call of this signature may be, and decide what all of them have in common."""
-        title, loss = self._title, self.loss
+        title, loss = self._title, self.wrapped
         parameters, buffers = self._plans.configuration.weights()
         mode = self._chosen_mode(rules.modes)
         names: tuple[str, ...] = ()
@@ -334,7 +361,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Refuse values that the loss cannot take, and return the arguments with labels that an accelerator survives."""
         if plan.has_label_rows and rules.arguments.are_class_labels:
             gathered_call.refuse_labels(
-                self._title, self.loss, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
+                self._title, self.wrapped, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
             )
         if plan.num_classes is None:
             return args, kwargs
@@ -346,7 +373,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             inputs.check_labels(self._title, labels, rows, plan.num_classes, read_values=are_read)
         if are_read:
             return args, kwargs
-        return inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
+        return inputs.clamp_labels(self.wrapped, self._title, args, kwargs, self.value_reading)
 
     def _take_must_match(self, rules: LossPlan, parameters: list[Tensor]) -> dict[str, object]:
         """Return values of a call that must be equal on all ranks, and take the notes of the last backward."""
@@ -354,7 +381,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         must_match |= micro_batch_to_match() | reduction_to_match()
         weights = parameters
         if rules.is_torchs:
-            own_buffers = compat.buffer_slots(self.loss).values()
+            own_buffers = compat.buffer_slots(self.wrapped).values()
             weights = [*parameters, *filter(torch.is_tensor, own_buffers)]
         if weights:
             fingerprint = self._weights.take(weights, self._group)
@@ -379,18 +406,18 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         args, kwargs, mode = call.args, call.kwargs, call.plan.mode
         if mode == "elements":
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            return by_elements(self.loss, call.rules, self._exchange(call, rows), rows, args, kwargs)
+            return by_elements(self.wrapped, call.rules, self._exchange(call, rows), rows, args, kwargs)
         if mode == "rows" and process_groups.world_size(self._group) > 1:
             return self._evaluate_on_rows(call)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
-            return by_moments(self.loss, views, self._group)
+            return by_moments(self.wrapped, views, self._group)
         values = dict(enumerate(args)) | kwargs
         layout = self.layout.of_call(values, self._title)
         batches = gathered_call.batches_in(self._title, values, layout)
         gathered = self._gather(call, batches, self.backward)
         layout.refuse_unnamed_views(values, dict(zip(batches, gathered.counts, strict=True)), self._title)
-        return self._replicated(call.rules, self.loss, TensorCall(args, kwargs, layout, gathered))
+        return self._replicated(call.rules, self.wrapped, TensorCall(args, kwargs, layout, gathered))
 
     def _evaluate_on_rows(self, call: PreparedCall) -> Any:
         """Evaluate a loss that is not PML's on rows that stay on their rank."""
@@ -409,11 +436,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         )
         assert opened is not None  # there are peers
         layout.refuse_unnamed_views(values, opened.counts, self._title)
-        return run_on_rows(self.loss, opened)
+        return run_on_rows(self.wrapped, opened)
 
     def _evaluate_pml(self, call: PreparedCall) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""
-        rules, mode, loss = call.rules, call.plan.mode, self.loss
+        rules, mode, loss = call.rules, call.plan.mode, self.wrapped
         by_place = zip(call.plan.names, (*call.args, *call.kwargs.values()), strict=True)
         given = {name: value for name, value in by_place if value is not None}
         # a loss of two views makes labels, and the loss inside it compares rows by them
@@ -421,7 +448,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             loss, given = labelled_loss(loss), gathered_call.labelled_arguments(loss, self._title, given)
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
-        if mode == "elements" and loss is self.loss and are_of_samples:
+        if mode == "elements" and loss is self.wrapped and are_of_samples:
             rows = given["embeddings"]
             return by_elements(loss, rules, self._exchange(call, rows), rows, (), given)
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
@@ -567,7 +594,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     @property
     def _title(self) -> str:
-        return f"GlobalBatchLoss({name_of_loss(self.loss)})"
+        return f"GlobalBatchLoss({name_of_loss(self.wrapped)})"
 
 
 def _argument_rules(plan: LossPlan, args: tuple[Any, ...]) -> ArgumentRules:
@@ -680,21 +707,19 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         return f"GlobalBatchMiner({type(self.miner).__name__})"
 
 
-class QueuePosition(nn.Module):
+class QueuePosition:
     """The place of the next row of a ``CrossBatchMemory``. PML keeps it in plain attributes, which no checkpoint saves.
 
     Args:
         memories: Memories of one loss, in the order of its modules.
+
+    Attributes:
+        position: For each memory the index of the next row, and whether the memory has been filled: (2 * memories,), int64, on the host.
     """
 
-    position: Tensor
-    memories: list[CrossBatchMemory]
-
     def __init__(self, memories: list[CrossBatchMemory]) -> None:
-        super().__init__()
-        self.__dict__["memories"] = memories  # no submodules: they are registered in the loss
-        self.register_buffer("position", torch.zeros(2 * len(memories), dtype=torch.int64))
-        self.register_load_state_dict_post_hook(_restore)  # type: ignore[no-untyped-call]
+        self.memories = memories
+        self.position = torch.zeros(2 * len(memories), dtype=torch.int64)
 
     def check(self, rows: int, title: str) -> None:
         """Refuse a global batch that a memory cannot hold."""
@@ -714,8 +739,11 @@ class QueuePosition(nn.Module):
         positions = [(memory.queue_idx, int(memory.has_been_filled)) for memory in self.memories]
         self.position.copy_(torch.tensor(positions).view(-1))
 
-
-def _restore(module: nn.Module, _: Any) -> None:
-    assert isinstance(module, QueuePosition)
-    for memory, (index, filled) in zip(module.memories, module.position.view(-1, 2).tolist(), strict=True):
-        memory.queue_idx, memory.has_been_filled = index, bool(filled)
+    def restore_(self, position: Tensor | None) -> None:
+        """Let the memories continue at a position. None: from the start, as in the file of a memory outside ``GlobalBatchLoss``."""
+        if position is None:
+            self.position.zero_()
+        else:
+            self.position.copy_(position)
+        for memory, (index, filled) in zip(self.memories, self.position.view(-1, 2).tolist(), strict=True):
+            memory.queue_idx, memory.has_been_filled = index, bool(filled)

@@ -13,6 +13,7 @@ from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricL
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, uncompiled
+from lightning_ddp_losses.core.transparent import all_modules, wrapped_module
 from lightning_ddp_losses.errors import ConfigurationError
 
 Selection = str | Sequence[str]
@@ -128,7 +129,7 @@ def _outermost(root: nn.Module, matches: Callable[[str, nn.Module], bool]) -> It
             continue
         seen.add(id(module))
         if matches(name, module):
-            seen.update(id(inner) for inner in module.modules())
+            seen.update(id(inner) for inner in all_modules(module))
             yield name, module
         else:
             stack += [(f"{name}.{n}", child) for n, child in module.named_children()][::-1]
@@ -138,7 +139,7 @@ def _describe(root: nn.Module, found: list[tuple[str, nn.Module]]) -> list[Found
     """Describe each found module: whether it has parameters, and whether it shares one with the model."""
     inside: set[int] = set()
     for _, module in found:
-        inside.update(map(id, module.modules()))
+        inside.update(map(id, all_modules(module)))
     outside: set[int] = set()
     for module in root.modules():
         if id(module) not in inside:
@@ -182,6 +183,7 @@ def loss_kinds(losses: Iterable[FoundLoss]) -> list[str]:
     for loss in losses:
         module = uncompiled(loss.module)
         # a checkpoint moves between a loss and what wraps it where their parameters have the same names
+        module = wrapped_module(module) or module
         inner = getattr(module, "loss", None)
         while type(module).__module__.partition(".")[0] == _PACKAGE and isinstance(inner, nn.Module):
             module, inner = inner, getattr(inner, "loss", None)

@@ -38,6 +38,7 @@ from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.compat import all_slots, is_any_autocast_on, uncompiled
 from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, eager_recursive, find_hidden
+from lightning_ddp_losses.core.transparent import all_modules
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.global_values import UpstreamGradRecorder
 from lightning_ddp_losses.distributed.ledger import Ledger
@@ -509,7 +510,7 @@ def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
     if loss.sees_global_batch:
         return None
     expect(
-        not any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()),
+        not any(isinstance(module, pml.CrossBatchMemory) for module in all_modules(inner)),
         f"global_batch='auto': {loss.title}",
         expected="losses without a memory",
         got="a CrossBatchMemory, whose queue position would not be saved",

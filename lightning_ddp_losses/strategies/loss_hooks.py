@@ -27,6 +27,7 @@ from torch.distributed import ReduceOp
 
 from lightning_ddp_losses.core.compat import attached_trainer, unwrapped_optimizer
 from lightning_ddp_losses.core.precision import without_autocast
+from lightning_ddp_losses.core.transparent import saved_names
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.distributed.global_values import forget_late_notes
@@ -42,6 +43,7 @@ from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallel
 from lightning_ddp_losses.strategies.windows import LightningWindows
 
 H = TypeVar("H", bound=Callable[..., Any])
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def with_losses(hook: H) -> H:
@@ -439,6 +441,7 @@ class LossHooks(HostStrategy):
             checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
         with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
             likes = {**module.state_dict(), **losses.sharding.parameters}
+            likes = _as_saved(module, checkpoint, likes)
             if BLOCKS in checkpoint:
                 found = {**checkpoint, "state_dict": state}
                 state = _folders().read_state(self._loaded_from, found, likes)
@@ -452,9 +455,10 @@ class LossHooks(HostStrategy):
         path, states = self._loaded_from, []
         with checkpoint_files.loaded_on_all_ranks(path, "states of optimizers"):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+            parameters = _as_saved(self._losses.module, checkpoint, self._parameters)
             for number, (optimizer, saved) in enumerate(pairs):
                 if BLOCKS in checkpoint:
-                    own = _folders().read_optimizer_state(path, checkpoint, number, optimizer, self._parameters)
+                    own = _folders().read_optimizer_state(path, checkpoint, number, optimizer, parameters)
                 else:
                     own = shards.map_optimizer_state(optimizer, saved, shards.own_part)
                 states.append(own)
@@ -520,6 +524,12 @@ class LossHooks(HostStrategy):
             liveness.end_run()
             self._losses.forget()
         self.closure_loss = None
+
+
+def _as_saved(module: nn.Module, checkpoint: Mapping[str, Any], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors of a module under the names that they have in a checkpoint, which may be of an earlier version."""
+    names = saved_names(module, checkpoint["state_dict"])
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _folders() -> Any:

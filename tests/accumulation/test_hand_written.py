@@ -55,7 +55,7 @@ def gradients(case: str, *, wrapped: bool) -> dict[str, Tensor]:
             with model.no_sync() if waits else contextlib.nullcontext(), window.micro_batch():
                 model(*batch).backward()
     found = grads_of(step) if wrapped else mean_over_ranks_(grads_of(step))
-    return {name.replace("loss.loss.", "loss.").removeprefix("job."): grad for name, grad in found.items()}
+    return {name.removeprefix("job."): grad for name, grad in found.items()}
 
 
 def gradients_alone(case: str) -> dict[str, Tensor]:

@@ -26,14 +26,9 @@ SCALE = 256.0  # of fp16 losses
 COUNT = 7  # micro-batches: the last window is shorter for 2, 3 and 4
 
 
-def by_inner_name(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Without the wrapper's part of names, and without what is no parameter."""
-    return {name.replace("loss.loss.", "loss."): tensor for name, tensor in tensors.items()}
-
-
 def compare(found: list[dict[str, Any]], alone: dict[str, Any], tolerance: float = 1e-9) -> None:
     for of_rank in found:
-        ours, theirs = by_inner_name(of_rank["state"]), by_inner_name(alone["state"])
+        ours, theirs = of_rank["state"], alone["state"]
         # a sharded weight is whole on rank 0 alone
         trained = [name for name, tensor in theirs.items() if tensor.is_floating_point() and not ours[name].is_meta]
         assert any(name.startswith("net.") for name in trained)
@@ -41,8 +36,8 @@ def compare(found: list[dict[str, Any]], alone: dict[str, Any], tolerance: float
         # what hooks, checks and clipping see before each step
         assert len(of_rank["gradients"]) == len(alone["gradients"])
         for found_grads, true_grads in zip(of_rank["gradients"], alone["gradients"], strict=True):
-            whole = {n for n, grad in by_inner_name(found_grads).items() if grad.shape == true_grads[n].shape}
-            assert_close(_only(by_inner_name(found_grads), whole), _only(true_grads, whole), tolerance)
+            whole = {n for n, grad in found_grads.items() if grad.shape == true_grads[n].shape}
+            assert_close(_only(found_grads, whole), _only(true_grads, whole), tolerance)
     assert "loss.W" not in found[0]["state"] or not found[0]["state"]["loss.W"].is_meta
 
 
@@ -170,7 +165,7 @@ def test_half_precision(pool: RankPool, trained_alone: Alone, precision: str) ->
     for of_rank in pool.run(2, fit_in_halves, precision):
         assert of_rank["scale"] in (None, SCALE)  # no overflow
         for found, true in zip(of_rank["gradients"], alone, strict=True):
-            assert distance(by_inner_name(found), true) < 0.03
+            assert distance(found, true) < 0.03
 
 
 def fit_in_halves(precision: str) -> dict[str, Any]:

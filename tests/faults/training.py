@@ -146,10 +146,10 @@ def fit(strike: Strike, folder: Path, steps: int = STEPS, every: int = 1) -> Non
     module = Everything(strike, folder)
     last = folder / "last.ckpt"
     trainer.fit(module, data(), ckpt_path=str(last) if last.exists() else None)
-    (queue,) = [inner for inner in module.modules() if isinstance(inner, pml.CrossBatchMemory)]
+    queue = module.memory.wrapped
     state = dict(module.state_dict()) | {
         "scale": torch.tensor(scaler.get_scale()),
-        "queue": torch.tensor(queue.queue_idx),
+        "queue": torch.tensor(queue.queue_idx),  # type: ignore[arg-type]
         "random numbers": torch.get_rng_state(),
     }
     torch.save(state, folder / f"state-{trainer.global_rank}")

@@ -348,8 +348,7 @@ class Job(LightningModule):
         found.update({f"value encoder {name}": t.double() for name, t in self.encoder.state_dict().items()})
         if isinstance(self.loss, ClassShardedLoss):
             return {**found, "rank weight": self.loss.weight.detach().clone()}
-        assert isinstance(self.loss.loss, nn.Module)
-        return {**found, **{f"value loss {name}": t.double() for name, t in self.loss.loss.state_dict().items()}}
+        return {**found, **{f"value loss {name}": t.double() for name, t in self.loss.state_dict().items()}}
 
 
 def fit_leg(leg: int, folder: str, case: Case) -> Found:

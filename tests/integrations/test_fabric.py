@@ -57,9 +57,8 @@ def fabric_of(strategy: Any = "ddp_losses") -> Fabric:
 
 
 def named(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters by the names of an encoder and a plain loss."""
-    kept = {name: value.clone() for name, value in state.items() if "num_batches" not in name}
-    return {name.replace("loss.loss.", "loss."): value for name, value in kept.items()}
+    """A copy, without counts of batches."""
+    return {name: value.clone() for name, value in state.items() if "num_batches" not in name}
 
 
 def train_ranks(

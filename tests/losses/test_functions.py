@@ -108,7 +108,7 @@ def test_one_process(pool: RankPool, world_size: int, options: dict[str, Any]) -
 def test_auto_moves_no_row_of_a_function() -> None:
     loss = GlobalBatchLoss(dice)
     assert loss.exact_modes() == ("rows", "replicated")
-    assert repr(loss) == "GlobalBatchLoss(\n  mode='auto' (rows)\n  (loss): FunctionLoss(dice)\n)"
+    assert repr(loss) == "GlobalBatchLoss(dice, mode='auto' (rows))"
     assert "sent: sums over rows" in str(loss.plan)
 
 

@@ -218,7 +218,7 @@ CASES: dict[str, Case] = {
     "class weights": Case(class_weight, write_weight, (1.0, 5.0)),
     "two views": Case(
         lambda t: GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(t))),
-        inner("temperature", "loss.loss"),
+        inner("temperature"),  # of the loss inside, as of the plain loss
         (0.1, 0.5),
         given=two_views,
     ),

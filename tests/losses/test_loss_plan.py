@@ -167,7 +167,7 @@ def test_a_weight_of_another_size_is_seen() -> None:
         loss(rows, labels)
     # more classes: in place, in another parameter
     weights: list[Callable[[], None]] = [
-        lambda: setattr(loss.loss.W, "data", torch.randn(DIM, ROWS)),
+        lambda: setattr(loss.W, "data", torch.randn(DIM, ROWS)),
         lambda: setattr(loss.loss, "W", nn.Parameter(torch.randn(DIM, 2 * ROWS))),
     ]
     for number, enlarge in enumerate(weights, 1):
@@ -175,7 +175,7 @@ def test_a_weight_of_another_size_is_seen() -> None:
         enlarge()
         loss.loss.num_classes = number * ROWS
         value = loss(rows.clone().requires_grad_(), labels + (number - 1) * ROWS)
-        assert torch.autograd.grad(value, [loss.loss.W])[0].shape == (DIM, number * ROWS)
+        assert torch.autograd.grad(value, [loss.W])[0].shape == (DIM, number * ROWS)
 
 
 @each_rank(2)

@@ -151,7 +151,7 @@ def test_a_copy_keeps_a_position_of_its_own() -> None:
     wrapped(run.net(x), y)
     twin = copy.deepcopy(wrapped)
     twin(run.net(x), y)
-    assert (run.memory.queue_idx, twin.loss.queue_idx) == (12, 7)
+    assert (run.memory.queue_idx, twin.wrapped.queue_idx) == (12, 7)
     assert wrapped.state_dict()["queue_position.position"].tolist() == [12, 0]
     assert twin.state_dict()["queue_position.position"].tolist() == [7, 1]
 

@@ -89,7 +89,7 @@ def test_all_of_a_weight_is_read_in_sixteen_calls(place: int) -> None:
     torch.manual_seed(0)
     loss = arcface()
     with torch.no_grad():
-        loss.loss.W.view(-1)[place] += 1e-3 * dist.get_rank()  # type: ignore[index, operator, union-attr]
+        loss.W.view(-1)[place] += 1e-3 * dist.get_rank()  # type: ignore[index, operator, union-attr]
     calls = itertools.count()
 
     def train_on() -> None:

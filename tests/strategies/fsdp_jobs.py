@@ -133,14 +133,8 @@ def make_job(kind: str, optimizer: str = "sgd", *, is_global: bool = True) -> To
 
 
 def alone(kind: str, optimizer: str = "sgd", **options: Any) -> dict[str, Tensor]:
-    """The state that one process reaches on the whole batches, under the names of the global losses."""
-    state = fit_alone(lambda: make_job(kind, optimizer, is_global=False), **options)
-    inner = ("pairs.", "other.") if kind in ("divided", *TOWERS) else ("loss.", "pairs.", "other.")
-    named = {}
-    for name, value in state.items():
-        prefix = next((p for p in inner if name.startswith(p)), "")
-        named[f"{prefix}loss.{name.removeprefix(prefix)}" if prefix else name] = value
-    return named
+    """The state that one process reaches on the whole batches."""
+    return fit_alone(lambda: make_job(kind, optimizer, is_global=False), **options)
 
 
 def whole_state(module: nn.Module) -> dict[str, Tensor]:

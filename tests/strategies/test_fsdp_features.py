@@ -232,12 +232,7 @@ def test_ranks_may_run_out_of_batches(pool: RankPool, uneven: str) -> None:
         if number >= 2 and uneven == "stop":
             break
         step_alone(optimizer, job.objective(features, labels, 0))
-    of_losses = ("loss", "pairs", "other")
-    expected = {
-        name.replace(".", ".loss.", 1) if name.startswith(of_losses) else name: value
-        for name, value in job.state_dict().items()
-    }
-    assert_all_close(states, expected, rtol=1e-8)
+    assert_all_close(states, job.state_dict(), rtol=1e-8)
 
 
 def fit_until(uneven: str) -> dict[str, Tensor]:
@@ -268,7 +263,7 @@ class Rounded(Towers):  # one process that starts from weights of float32
 
 @pytest.mark.parametrize("strategy", ["fsdp2_ddp_losses", None])
 def test_it_trains_in_float64(pool: RankPool, strategy: str | None) -> None:
-    expected = {name.replace("loss.", "loss.loss."): value for name, value in fit_alone(Rounded).items()}
+    expected = fit_alone(Rounded)
     options: dict[str, Any] = {"strategy": strategy, "precision": "64-true", "prepare": in_float32}
     for state in pool.run(2, fit_sharded_model, "arcface", **options):
         assert all(value.dtype == torch.float64 for value in state.values())
@@ -283,15 +278,15 @@ def test_other_precisions_stay_lightnings_to_refuse(pool: RankPool) -> None:
 def test_a_halved_encoder_leaves_the_loss_in_full_precision(pool: RankPool) -> None:
     for state in pool.run(2, fit_sharded_model, "arcface", precision="bf16-true", prepare=in_float32):
         assert state["encoder.0.weight"].dtype == torch.bfloat16
-        assert state["loss.loss.W"].dtype == torch.float32
-        assert bool(state["loss.loss.W"].isfinite().all())
+        assert state["loss.W"].dtype == torch.float32
+        assert bool(state["loss.W"].isfinite().all())
 
 
 def a_tied_layer(module: Towers) -> None:
     """The loss's weight is that of a layer, which the module's own `configure_model` divides."""
-    layer = nn.Linear(module.loss.loss.W.shape[1], module.loss.loss.W.shape[0], bias=False).double()
+    layer = nn.Linear(module.loss.W.shape[1], module.loss.W.shape[0], bias=False).double()
     module.encoder.append(layer)
-    module.loss.loss.W = layer.weight
+    module.loss.W = layer.weight
 
 
 def nothing(module: Towers) -> None:
@@ -323,9 +318,9 @@ def a_fused_group(module: Towers) -> None:
 
 REFUSED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (nothing, ["got no parameter that fully_shard has divided"]),
-    (the_loss_too, ["GlobalBatchLoss `loss`", "got loss.W inside one of them"]),
-    (a_tied_weight, ["parameters loss.loss.W", "shared with a module that fully_shard has divided"]),
-    (a_fused_group, ["foreach or fused", "got bias, loss.loss.W among such"]),
+    (the_loss_too, ["GlobalBatchLoss `loss`", "got W inside one of them"]),
+    (a_tied_weight, ["parameters loss.W", "shared with a module that fully_shard has divided"]),
+    (a_fused_group, ["foreach or fused", "got bias, loss.W among such"]),
     (another_mesh, ["encoder.0.weight (S(0) over 1 ranks)", "over all 2 ranks"]),
 ]
 
@@ -420,7 +415,7 @@ def made_late(module: Towers) -> None:
     def configure_model() -> None:
         own()
         module.loss = loss
-        module.loss.loss.W = nn.Parameter(loss.loss.W.detach().clone())
+        module.loss.W = nn.Parameter(loss.W.detach().clone())
 
     module.configure_model = configure_model  # type: ignore[method-assign]
 
@@ -428,7 +423,7 @@ def made_late(module: Towers) -> None:
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (a_tied_layer, ["parameters loss.loss.W", "shared with a module that fully_shard has divided"]),
+        (a_tied_layer, ["parameters loss.W", "shared with a module that fully_shard has divided"]),
         (made_late, ["parameters of GlobalBatchLoss `loss`", "made inside it", "Make the loss in __init__"]),
     ],
 )

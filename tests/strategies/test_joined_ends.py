@@ -46,7 +46,6 @@ from tests.strategies.test_uneven_ends import (
     listed,
     one_process,
     part,
-    renamed,
     train,
 )
 
@@ -70,13 +69,13 @@ def test_join_trains_on_every_row_as_one_process_does(pool: RankPool, world_size
     for result in results:
         assert result["ends"] == ([False] * (steps - 1) + [True]) * 2
         assert result["validated"] == [steps, 2 * steps]
-        assert_close(renamed(result["state"]), one_process(plan, steps, epochs=2))
+        assert_close(result["state"], one_process(plan, steps, epochs=2))
 
 
 def many_fits(plans: Sequence[Plan], kinds: Sequence[str]) -> list[dict[str, Tensor]]:
     states = []
     for plan, kind in zip(plans, kinds, strict=True):
-        states.append(renamed(train(Rows, partial(part, plan, kind=kind), "join")["state"]))
+        states.append(train(Rows, partial(part, plan, kind=kind), "join")["state"])
     return states
 
 
@@ -138,7 +137,7 @@ def test_join_with_losses_over_all_rows(pool: RankPool, name: str) -> None:
     results = pool.run(2, train, partial(rows_with, partial(pml_loss, name)), partial(part, SHORT), "join")
     truth = one_process(SHORT, 4, loss=pml_loss(name, is_global=False))
     for result in results:
-        assert_close(renamed(result["state"]), truth)
+        assert_close(result["state"], truth)
 
 
 def rows_with(make_loss: Callable[[], nn.Module]) -> Rows:
@@ -181,7 +180,7 @@ def test_join_of_accumulation_windows_that_end_early(pool: RankPool, kind: str, 
     truth = one_process(UNEVEN, 5, epochs=2, window=2, whole_window=accumulation == "window")
     for result in results:
         assert result["steps"] == 6
-        assert_close(renamed(result["state"]), truth)
+        assert_close(result["state"], truth)
 
 
 @pytest.mark.parametrize("options", [{"val_check_interval": 2}, {"val_check_interval": 0.4}], ids=str)
@@ -208,7 +207,7 @@ def test_join_with_options_of_the_trainer(pool: RankPool, name: str) -> None:
     load = partial(part, plan, kind="worker" if name == "a worker" else "known")
     for result in pool.run(2, train, Rows, load, "join", **options):
         assert result["batches"] == truth["steps"] or name == "a worker"
-        assert_close(renamed(result["state"]), one_process(plan, **truth))
+        assert_close(result["state"], one_process(plan, **truth))
 
 
 class AllowsNone(Rows):
@@ -222,7 +221,7 @@ class AllowsNone(Rows):
 def test_join_with_a_rank_that_has_no_batch_at_all(pool: RankPool, kind: str) -> None:
     plan: Plan = [(4, 3), (), (2,)]
     for result in pool.run(3, train, AllowsNone, partial(part, plan, kind=kind), "join"):
-        assert_close(renamed(result["state"]), one_process(plan, 2))
+        assert_close(result["state"], one_process(plan, 2))
 
 
 class Several(Rows):  # two loaders, of different lengths on each rank; it notes which of them had a batch

@@ -174,11 +174,6 @@ def one_process(
     return dict(module.state_dict())
 
 
-def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names of a plain loss for the one inside a global one."""
-    return {name.replace("loss.loss.", "loss."): value for name, value in state.items()}
-
-
 class Grows(DataLoader[Any]):  # has a batch less on rank 1 in its second epoch
     epochs = 0
 

@@ -86,7 +86,7 @@ def train(replica: int, lighthouse: str, folder: Path, is_killed: bool) -> None:
             manager.allreduce(parameter.grad).wait()
         optimizer.step()
         took_part.append(manager.num_participants())
-    state = {name.replace("loss.loss.", "loss."): value for name, value in module.state_dict().items()}
+    state = module.state_dict()
     torch.save({"state": state, "took part": took_part}, folder / f"state-{replica}-{rank}")
     manager.shutdown(wait=False)
     process_groups.close(world=True)

@@ -82,7 +82,7 @@ def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
         "certify: loss",
         expected="a loss of the rows of one rank",
         got=f"{type(loss).__name__}, which is exact for all ranks",
-        fix="Certify the loss inside it: certify(loss.loss, ...).",
+        fix="Certify the loss inside it: certify(loss.wrapped, ...).",
     )
     given = _Example.of(example)
     states = preserve_random_state(global_generators(devices_in_use()), seed=_SEED)
