@@ -268,16 +268,15 @@ class FitRecorder(Recorder, Callback):
             scheduler.strict = False  # a monitored value may come from a validation
         self._describe_fit(trainer, pl_module)
         self._hook_draws(trainer, pl_module)
+        run = self.run
+        is_one_process = run.plans and not run.ranks and not run.trace
+        if is_one_process and run.perturb is None:
+            self._first_calls = FirstCalls(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continue with the generators of a run whose steps have some of their own."""
         if self.replaces_draws:
             self._draws.states = dict(checkpoint.get(STEP_STATES, {}))
-
-        run = self.run
-        is_one_process = run.plans and not run.ranks and not run.trace
-        if is_one_process and run.perturb is None and run.seed is None:
-            self._first_calls = FirstCalls(pl_module)
 
     def certify_losses(self) -> None:
         """Record the certificates of the losses that the one process has called."""
