@@ -21,7 +21,8 @@ from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader, EpochRecord, LoadersOfEpoch
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
-from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, label_imbalance
+from lightning_ddp_losses.callbacks.facts.row_noise import RowNoise, state_of_draws
+from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, draw_same, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
 from lightning_ddp_losses.core import compat
@@ -30,6 +31,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.losses.pml_registry import compares_rows
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
+from lightning_ddp_losses.samplers.global_draw import GlobalDraw
 from lightning_ddp_losses.strategies.epoch_ends import batches_until_max_steps
 from lightning_ddp_losses.strategies.training_data import SameRows, foreign_loader
 
@@ -126,6 +128,9 @@ class BatchCheck(RankCheck, default=True):
         # all ranks' data
         self._same = SameRows()
         self._random_states: list[Sequence[int]] = []
+        self._draws_same = False
+        self._noise: RowNoise | None = None
+        self._is_noise_on = False
         self._imbalance = 0.0
         self._global_rows: tuple[int, ...] = ()
         self._accumulated = 1
@@ -157,8 +162,10 @@ class BatchCheck(RankCheck, default=True):
         """Note the first epoch that Lightning sets, and the iterator that exists then."""
 
         def set_epoch(epoch: int) -> None:
-            if epoch != sampler.epoch:
-                self._late_epochs.append((_iterator_of(trainer), type(sampler).__name__, int(sampler.epoch), epoch))
+            # workers that have read a short epoch to its end leave our sampler at the next one
+            drawn = int(sampler.read_epoch if isinstance(sampler, GlobalDraw) else sampler.epoch)
+            if epoch != drawn:
+                self._late_epochs.append((_iterator_of(trainer), type(sampler).__name__, drawn, epoch))
             del sampler.set_epoch
             sampler.set_epoch(epoch)
 
@@ -169,6 +176,7 @@ class BatchCheck(RankCheck, default=True):
         for sampler in self._early_samplers:
             vars(sampler).pop("set_epoch", None)
         self._saved, self._early_samplers = None, []
+        self._stop_watching()
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
@@ -180,6 +188,26 @@ class BatchCheck(RankCheck, default=True):
             self._resumed_at = batch_idx, saved.epoch
             self._began_again = read.first[saved.epoch] == saved.first != saved.latest
             read.first[saved.epoch] = saved.first
+        # one batch, if the ranks' generators are in one state
+        if self._draws_same and self._noise is None and read.rows:
+            self._noise = RowNoise(read.rows)
+            self._noise.__enter__()  # type: ignore[no-untyped-call]
+            self._is_noise_on = True
+
+    def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Stop to look for noise. A mode that was entered later leaves first."""
+        if self._noise is None:
+            return
+        self._noise.is_over = True
+        if compat.is_innermost(self._noise):
+            self._stop_watching()
+        if self._noise.error is not None:
+            raise self._noise.error
+
+    def _stop_watching(self) -> None:
+        is_on, self._is_noise_on = self._is_noise_on, False
+        if is_on and self._noise is not None:
+            self._noise.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ facts
 
@@ -216,7 +244,8 @@ class BatchCheck(RankCheck, default=True):
 
         ``rows`` are rows of the batch (graphs, if it is made of graphs), 0 if their number is not known. ``content`` is a hash of the
         batch, 0 if it was not read, ``distinct`` the different rows in it, and ``read_step`` the optimizer steps before it. ``order`` is
-        the number of the order that ranks divide, 0 if it is not known, and ``random_state`` a hash of torch's state in the first steps.
+        the number of the order that ranks divide, 0 if it is not known, ``random_state`` a hash of torch's state in the first steps, and
+        ``noise`` one of a draw with rows.
         """
         trainer = self.runner.trainer
         # loaders and samplers are asked once per epoch
@@ -230,8 +259,9 @@ class BatchCheck(RankCheck, default=True):
         if self._has_no_pairs:
             self._find_missing_pairs()
         random_state = 0
-        if self.runner.step < _RANDOM_STEPS:
-            random_state = hash_text(repr(torch.get_rng_state().tolist()))
+        draws_globally = getattr(trainer.strategy, "randomness", "rank") == "global"
+        if self.runner.step < _RANDOM_STEPS and not draws_globally:
+            random_state = state_of_draws()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_last:
             self._find_short_window(trainer, batch_idx + 1)
@@ -249,6 +279,7 @@ class BatchCheck(RankCheck, default=True):
             "read_step": read.read_step,
             "order": self._loaders.order,
             "random_state": random_state,
+            "noise": 0 if self._noise is None else self._noise.content,
             "began_again": began_again,
             "resumed_batch": self._resumed_at[0],
             "resumed_epoch": self._resumed_at[1],
@@ -264,6 +295,7 @@ class BatchCheck(RankCheck, default=True):
             states.append(columns["random_state"])
         is_second = len(states) == _RANDOM_STEPS and any(columns["random_state"])
         columns["random_state_before"] = states[0] if is_second else [0] * len(self._global_rows)
+        self._draws_same |= draw_same(columns)
 
     def _read_epoch(self) -> Numbers:
         """Look for batches that Lightning shuffles and for a short window, and return the labels of the last epoch and sizes of this one.
@@ -304,7 +336,7 @@ class BatchCheck(RankCheck, default=True):
         Fact(
             *("batch", CheckStage.BEFORE_BACKWARD, _read_batch, compare_batches, _see_batch),
             equal=("is_last", "order"),
-            zero=("is_same", "began_again", "random_state"),
+            zero=("is_same", "began_again", "random_state", "noise"),
         ),
         Fact("rows of validation", CheckStage.VALIDATION_START, _read_validation),
         Fact("epoch of a checkpoint", CheckStage.SAVE, _read_saved),
@@ -368,12 +400,16 @@ class BatchCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ explain
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return the class of a foreign loader, or the path of a loss that gathers."""
-        return {"F67": foreign_loader(trainer), "F28": pml_gather(module)}.get(finding.fault)
+        """Return the class of a foreign loader, the path of a loss that gathers, or a draw with rows."""
+        draw = "" if self._noise is None else self._noise.text
+        return {"F67": foreign_loader(trainer), "F28": pml_gather(module), "F72": draw}.get(finding.fault)
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
-        """Name the loader or the loss, which is the same on every rank."""
+        """Name the loader, the loss or the draw, which is the same on every rank."""
         name = texts[0]
+        if finding.fault == "F72":
+            is_noise = finding.name == "noise"
+            return [Finding.of("F72", "noise", name="noise", draw=name, graded="warning") if is_noise else finding]
         if finding.fault == "F28":
             return [Finding.of("F28", name=name, values=finding.values)]
         if not name:

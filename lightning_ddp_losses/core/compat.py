@@ -527,6 +527,11 @@ def without_function_modes() -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
 
 
+def is_innermost(mode: Any) -> bool:
+    """Return whether a dispatch mode is the one that its ``__exit__`` would remove."""
+    return _python_dispatch._get_current_dispatch_mode() is mode
+
+
 def reads_scalar(function: Any) -> bool:
     """Return whether an operator that a dispatch mode sees is ``Tensor.item()``."""
     return function is torch.ops.aten._local_scalar_dense.default

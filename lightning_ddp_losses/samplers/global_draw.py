@@ -110,6 +110,11 @@ class GlobalDraw:
         self._turn = 0  # number of changes of the epoch
         self._kept: tuple[tuple[int, int, int], bytes, Sequence[list[Any]]] | None = None
 
+    @property
+    def read_epoch(self) -> int:
+        """The epoch that is being read. ``epoch`` is the next one as soon as it was read to its end."""
+        return self._begun[0]
+
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch, as Lightning does. A loaded position in that epoch is kept."""
         if any(place is not None and epoch == place.announced for place in (self._place, self._announced)):

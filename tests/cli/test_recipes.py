@@ -605,7 +605,7 @@ def test_a_divided_head_has_the_gradient_of_a_whole_one(pool: RankPool, section:
 
 
 def test_every_page_has_a_test_or_starts_something() -> None:
-    tested = {recipe.page or name for name, recipe in RECIPES.items()} | {"insightface"}
+    tested = {recipe.page or name for name, recipe in RECIPES.items()} | {"insightface", "augmentation"}
     starting = {"torchrun", "slurm", "kubernetes", "notebook", "hydra", "wandb", "lightning_cli"}
     with_hosts = {"accelerate", "hf_trainer"}  # tests/integrations
     assert tested | starting | with_hosts == set(manual.recipes())

@@ -130,7 +130,7 @@ PHRASES = {
     "process hangs at first backward": "hang, F32",
     "prototypes sinkhorn queue": "sinkhorn, migrate lightly",
     "reproduce single gpu results on 8 gpus": "scale, F18, audit, parity",
-    "same augmentation on all workers": "F72",
+    "same augmentation on all workers": "F72, migrate augmentation",
     "save model on main process": "F45",
     "supervised contrastive loss ddp": "GlobalBatchLoss, F29, metric_learning",
     "training slower with more gpus": "cost",
@@ -151,6 +151,24 @@ def test_words_lead_to_their_page(index: search.Index, typed: str, pages: str) -
     found = index.best(typed)
     assert len(found) <= search.MOST
     assert set(found) & set(pages.split(", ")), found
+
+
+# words about random numbers, and pages that are all among those that are shown
+RANDOM_WORDS = {
+    "dropout": "global_randomness, F72",
+    "seed": "global_randomness, F72",
+    "noise": "global_randomness, F72",
+    "diffusion": "global_randomness, F72",
+    "gan": "global_randomness",
+    "augmentation": "migrate augmentation, F72",
+    "worker_init_fn": "migrate augmentation",
+}
+
+
+@pytest.mark.parametrize(("typed", "pages"), RANDOM_WORDS.items())
+def test_words_about_random_numbers_lead_to_all_their_pages(index: search.Index, typed: str, pages: str) -> None:
+    found = index.best(typed)
+    assert set(pages.split(", ")) <= set(found), found
 
 
 def test_there_are_enough_phrases() -> None:

@@ -237,12 +237,20 @@ def compare_batches(columns: Columns) -> list[Finding]:
     if columns["began_again"][0]:
         place = f"batch {columns['resumed_batch'][0]} of epoch {columns['resumed_epoch'][0]}"
         found.append(Finding.of("F83", name="resumed epoch", place=place))
-    # ranks that draw the same numbers in two steps, and do draw
-    now, before = columns["random_state"], columns["random_state_before"]
-    is_known = len(ranks) > 1 and now[0] and before[0]
-    if is_known and len(set(now)) == len(set(before)) == 1 and now[0] != before[0]:
+    # ranks that draw the same numbers, and a draw with rows among them
+    if draw_same(columns):
         found.append(Finding.of("F72", name="random numbers"))
+    noise = columns["noise"]
+    if len(ranks) > 1 and noise[0] and len(set(noise)) == 1:
+        found.append(Finding.of("F72", "noise", name="noise", draw="", graded="warning"))
     return found
+
+
+def draw_same(columns: Columns) -> bool:
+    """Return whether all ranks draw, and had the same random states in two steps."""
+    now, before = columns["random_state"], columns["random_state_before"]
+    is_known = len(now) > 1 and now[0] and before[0]
+    return bool(is_known and len(set(now)) == len(set(before)) == 1 and now[0] != before[0])
 
 
 def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:

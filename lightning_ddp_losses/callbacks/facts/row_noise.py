@@ -1,0 +1,86 @@
+"""`RowNoise`: the first random numbers of a batch that have a row for each of its samples, such as a GAN's latents or diffusion's noise.
+
+Ranks compare the state of their generators before that draw, its operator, and its shape without rows. No number is read, so no device is
+waited for. A mask is no noise: torch draws dropout by ``bernoulli_``, and a draw of one number for each row with further dimensions of
+size 1 drops whole rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.fingerprint import hash_text
+from lightning_ddp_losses.randomness.notes import arguments_by_name, users_line
+from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
+from lightning_ddp_losses.randomness.step import active_step
+
+_NAMES = ("normal", "normal_", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like")
+_DRAWS = {f"aten::{name}" for name in _NAMES}  # distributions draw by `normal_`
+
+
+def state_of_draws() -> int:
+    """Return a hash of the states of torch's generators of the CPU and the device."""
+    return hash_text(repr(torch_states(device_of_draws()).tolist()))
+
+
+class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for the first draw with a row for each sample. Drawn from torch's own generators, and not as one process.
+
+    Args:
+        rows: Rows of the batch, at least 1.
+
+    Attributes:
+        content: Hash of the draw, equal on ranks that draw the same numbers. 0 before it.
+        text: Its operator and shape, and the user's line.
+        error: Error of this watch. The draw itself ran.
+        is_over: Whether to look no further.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows = rows
+        self.content = 0
+        self.text = ""
+        self.error: Exception | None = None
+        self.is_over = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator. Note it if it is the draw that is looked for."""
+        if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
+            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
+        kwargs = kwargs or {}
+        state = self._state_before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if state:
+            self._note(func, result, state)
+        return result
+
+    def _state_before(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Return the state of the generators before a draw that may count. 0 for any other operator."""
+        if self.is_over or self.content or self.error is not None:
+            return 0
+        try:
+            name = compat.operator_schema(func).name
+            is_own = name in _DRAWS and arguments_by_name(func, args, kwargs).get("generator") is None
+            return state_of_draws() if is_own and active_step() is None else 0
+        except Exception as error:  # in the middle of the user's draw: run it, and let the check fail later
+            self.error = error
+            return 0
+
+    def _note(self, func: Any, result: Any, state: int) -> None:
+        """Keep a draw that has rows."""
+        if not isinstance(result, Tensor) or not result.ndim or result.shape[0] != self._rows:
+            return
+        if result.requires_grad:  # a parameter that gets new values
+            return
+        shape = tuple(result.shape[1:])
+        if shape and math.prod(shape) == 1:  # drops rows
+            return
+        operator = compat.operator_schema(func).name.removeprefix("aten::")
+        sizes = ", ".join(map(str, ["rows", *shape]))
+        self.content = hash_text(f"{state} {operator} {shape} {result.dtype}")
+        self.text = f"`{operator}` of ({sizes}) in {users_line()}"
