@@ -8,7 +8,6 @@ rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +20,8 @@ from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader, EpochRecord, LoadersOfEpoch
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
-from lightning_ddp_losses.callbacks.facts.row_noise import RowNoise, state_of_draws
-from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, draw_same, label_imbalance
+from lightning_ddp_losses.callbacks.facts.row_noise import RANDOM_STEPS, RowNoise, state_of_draws
+from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
 from lightning_ddp_losses.core import compat
@@ -38,7 +37,6 @@ from lightning_ddp_losses.strategies.training_data import SameRows, foreign_load
 KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
 _STEPS_WITHOUT_PAIRS = 3  # in a row
-_RANDOM_STEPS = 2  # steps with compared random states
 _GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "CrossBatchMemory"}
 _CALLS_ON_DEVICE = 20
 _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
@@ -127,10 +125,7 @@ class BatchCheck(RankCheck, default=True):
         self._began_again = False
         # all ranks' data
         self._same = SameRows()
-        self._random_states: list[Sequence[int]] = []
-        self._draws_same = False
-        self._noise: RowNoise | None = None
-        self._is_noise_on = False
+        self._noise = RowNoise()
         self._imbalance = 0.0
         self._global_rows: tuple[int, ...] = ()
         self._accumulated = 1
@@ -176,7 +171,7 @@ class BatchCheck(RankCheck, default=True):
         for sampler in self._early_samplers:
             vars(sampler).pop("set_epoch", None)
         self._saved, self._early_samplers = None, []
-        self._stop_watching()
+        self._noise.end(must_leave=True)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
@@ -188,26 +183,13 @@ class BatchCheck(RankCheck, default=True):
             self._resumed_at = batch_idx, saved.epoch
             self._began_again = read.first[saved.epoch] == saved.first != saved.latest
             read.first[saved.epoch] = saved.first
-        # one batch, if the ranks' generators are in one state
-        if self._draws_same and self._noise is None and read.rows:
-            self._noise = RowNoise(read.rows)
-            self._noise.__enter__()  # type: ignore[no-untyped-call]
-            self._is_noise_on = True
+        self._noise.begin(read.rows)
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Stop to look for noise. A mode that was entered later leaves first."""
-        if self._noise is None:
-            return
-        self._noise.is_over = True
-        if compat.is_innermost(self._noise):
-            self._stop_watching()
+        """Stop to look for noise."""
+        self._noise.end()
         if self._noise.error is not None:
             raise self._noise.error
-
-    def _stop_watching(self) -> None:
-        is_on, self._is_noise_on = self._is_noise_on, False
-        if is_on and self._noise is not None:
-            self._noise.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ facts
 
@@ -260,7 +242,7 @@ class BatchCheck(RankCheck, default=True):
             self._find_missing_pairs()
         random_state = 0
         draws_globally = getattr(trainer.strategy, "randomness", "rank") == "global"
-        if self.runner.step < _RANDOM_STEPS and not draws_globally:
+        if self.runner.step < RANDOM_STEPS and not draws_globally:
             random_state = state_of_draws()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_last:
@@ -279,7 +261,7 @@ class BatchCheck(RankCheck, default=True):
             "read_step": read.read_step,
             "order": self._loaders.order,
             "random_state": random_state,
-            "noise": 0 if self._noise is None else self._noise.content,
+            "noise": self._noise.content,
             "began_again": began_again,
             "resumed_batch": self._resumed_at[0],
             "resumed_epoch": self._resumed_at[1],
@@ -290,12 +272,7 @@ class BatchCheck(RankCheck, default=True):
         self._global_rows = tuple(columns["rows"])
         same = self._same.see(columns["content"], columns["distinct"])
         columns["is_same"] = [rank in same for rank in range(len(self._global_rows))]
-        states = self._random_states
-        if any(columns["random_state"]):
-            states.append(columns["random_state"])
-        is_second = len(states) == _RANDOM_STEPS and any(columns["random_state"])
-        columns["random_state_before"] = states[0] if is_second else [0] * len(self._global_rows)
-        self._draws_same |= draw_same(columns)
+        self._noise.see_states(columns)
 
     def _read_epoch(self) -> Numbers:
         """Look for batches that Lightning shuffles and for a short window, and return the labels of the last epoch and sizes of this one.
@@ -401,8 +378,8 @@ class BatchCheck(RankCheck, default=True):
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
         """Return the class of a foreign loader, the path of a loss that gathers, or a draw with rows."""
-        draw = "" if self._noise is None else self._noise.text
-        return {"F67": foreign_loader(trainer), "F28": pml_gather(module), "F72": draw}.get(finding.fault)
+        found = {"F67": foreign_loader(trainer), "F28": pml_gather(module), "F72": self._noise.text}
+        return found.get(finding.fault)
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the loader, the loss or the draw, which is the same on every rank."""

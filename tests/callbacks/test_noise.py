@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_ddp_losses import DDPLossStrategy, global_randomness
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.callbacks.communication_monitor import CommunicationMonitor
-from lightning_ddp_losses.callbacks.facts import rules
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import ROWS, WIDTH, Subject, fit
 
@@ -170,16 +169,3 @@ def test_other_draws_are_no_warning(pool: RankPool, name: str) -> None:
     for found in pool.run(2, found_by, Drawing, draw, seeds_ranks, strategy):
         assert [severity for severity, _ in found] == expected, found
     assert all(found == [] for found in pool.run(1, found_by, Drawing, draw, seeds_ranks, strategy))
-
-
-RULE = dict.fromkeys(
-    ("batch", "compares_ends", "is_same", "order", "began_again", "random_state", "random_state_before"), (0, 0, 0)
-)
-
-
-@pytest.mark.parametrize(
-    ("noise", "faults"), [((7, 7, 7), ["F72"]), ((7, 7, 8), []), ((7, 7, 0), []), ((0, 0, 0), []), ((7,), [])]
-)
-def test_the_rule(noise: tuple[int, ...], faults: list[str]) -> None:
-    columns = {name: values[: len(noise)] for name, values in RULE.items()} | {"noise": noise}
-    assert [finding.fault for finding in rules.compare_batches(columns)] == faults

@@ -47,7 +47,7 @@ HEALTHY: dict[Rule, Columns] = {
         **{"batch": (3, 3, 3), "is_last": (0, 0, 0), "compares_ends": (1, 1, 1), "is_same": (0, 0, 0)},
         **{"is_iterable": (0, 0, 0), "read_step": (3, 3, 3), "order": (8, 8, 8), "began_again": (0, 0, 0)},
         **{"resumed_batch": (0, 0, 0), "resumed_epoch": (0, 0, 0)},
-        **{"random_state": (1, 2, 3), "random_state_before": (4, 4, 4)},
+        **{"random_state": (1, 2, 3), "random_state_before": (4, 4, 4), "noise": (0, 0, 0)},
     },
     rules.compare_sizes: {
         **{"batches": (5, 5, 5), "full_size": (8, 8, 8), "last_size": (1, 1, 1), "gathers": (0, 0, 0)},
@@ -108,6 +108,9 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_batches, {"order": (8, 7, 0)}, []),
     (rules.compare_batches, {"began_again": (1, 1, 1)}, [("F83", ())]),
     (rules.compare_batches, {"random_state": (5, 5, 5)}, [("F72", ())]),
+    (rules.compare_batches, {"noise": (5, 5, 5)}, [("F72", ())]),
+    (rules.compare_batches, {"noise": (5, 5, 6)}, []),
+    (rules.compare_batches, {"noise": (5, 5, 0)}, []),  # a rank without rows
     (rules.compare_batches, {"random_state": (4, 4, 4)}, []),  # nothing is drawn
     (rules.compare_batches, {"random_state": (5, 5, 5), "random_state_before": (0, 0, 0)}, []),
     (rules.compare_sizes, {"batches": (5, 5, 4)}, [("F36", (2,))]),

@@ -8,16 +8,21 @@ size 1 drops whole rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lightning_ddp_losses.callbacks.facts.fact import Columns
+from lightning_ddp_losses.callbacks.facts.rules import draw_same
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.randomness.notes import arguments_by_name, users_line
 from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
 from lightning_ddp_losses.randomness.step import active_step
 
+RANDOM_STEPS = 2
+"""Steps with compared random states."""
 _NAMES = ("normal", "normal_", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like")
 _DRAWS = {f"aten::{name}" for name in _NAMES}  # distributions draw by `normal_`
 
@@ -28,25 +33,48 @@ def state_of_draws() -> int:
 
 
 class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks for the first draw with a row for each sample. Drawn from torch's own generators, and not as one process.
+    """Looks for the first draw of one batch with a row for each sample. Drawn from torch's own generators, and not as one process.
 
-    Args:
-        rows: Rows of the batch, at least 1.
+    It looks in the first batch after all ranks have drawn the same numbers for two steps. In all other runs it costs nothing.
 
     Attributes:
         content: Hash of the draw, equal on ranks that draw the same numbers. 0 before it.
         text: Its operator and shape, and the user's line.
         error: Error of this watch. The draw itself ran.
-        is_over: Whether to look no further.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rows = rows
+        self._states: list[Sequence[int]] = []  # of all ranks, in the first steps
+        self._rows = 0  # of the batch in which it looks
+        self._is_due = self._is_entered = self._is_over = False
         self.content = 0
         self.text = ""
         self.error: Exception | None = None
-        self.is_over = False
+
+    def see_states(self, columns: Columns) -> None:
+        """Keep the random states of all ranks, and add those of the step before."""
+        now = columns["random_state"]
+        if any(now):
+            self._states.append(now)
+        is_second = len(self._states) == RANDOM_STEPS and any(now)
+        columns["random_state_before"] = self._states[0] if is_second else [0] * len(now)
+        self._is_due |= draw_same(columns)
+
+    def begin(self, rows: int) -> None:
+        """Look at the draws of a batch with rows, once, if it is due."""
+        if not self._is_due or not rows or self._rows:
+            return
+        self._rows = rows
+        self._is_entered = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, *, must_leave: bool = False) -> None:
+        """Look no further. A mode that was entered later has to leave first, unless all of them leave now."""
+        self._is_over = self._rows > 0
+        if self._is_entered and (must_leave or compat.is_innermost(self)):
+            self._is_entered = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator. Note it if it is the draw that is looked for."""
@@ -61,7 +89,7 @@ class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _state_before(self, func: Any, args: Any, kwargs: Any) -> int:
         """Return the state of the generators before a draw that may count. 0 for any other operator."""
-        if self.is_over or self.content or self.error is not None:
+        if self._is_over or self.content or self.error is not None:
             return 0
         try:
             name = compat.operator_schema(func).name
