@@ -50,7 +50,7 @@ def _reduced(losses: GlobalRows, reduction: str) -> Any:
 def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each number."""
     given = _arguments(func, args, kwargs)
-    # other losses divide a weighted mean by something else
+    # except in binary cross entropy, a weighted mean has a different divisor
     if given is None or (given.get("weight") is not None and not func.__name__.startswith("binary_cross_entropy")):
         return NO_RULE
     tensors: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, Tensor)}

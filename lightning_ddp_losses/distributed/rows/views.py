@@ -52,7 +52,7 @@ def reorder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _reordered(func: Any, rows: GlobalRows, others: Sequence[Any], kwargs: dict[str, Any]) -> GlobalRows:
     local = func(rows._local, *others, **kwargs)
-    # the strides of a tensor without memory show the new position of the dimension of the rows
+    # the shape of a tensor without memory shows the new position of the dimension of the rows
     sizes = torch.empty([1 + (dim == rows._dim) for dim in range(rows._ndim)], device="meta")
     dim = list(func(sizes, *others, **kwargs).shape).index(2)
     return rows._same(local, dim)
