@@ -1,12 +1,12 @@
-"""What stands between the products of a tile, each in one pass over memory: kernels in Triton.
+"""Triton kernels for the operations between the products of a tile, each in one pass over memory.
 
-A program computes a block of a tile. Sums and maxima of rows and columns are partial results of the blocks, each at a place of its own,
-which are joined afterwards in their order: no atomic operation, so that every run gives the same numbers. All is computed in float32.
+Each program computes a block of a tile. Sums and maxima of rows and columns are partial results of the blocks, stored at separate positions
+and joined afterwards in order, without atomic operations, so that every run yields the same numbers. All computations are in float32.
 Offsets have 64 bits, since a tile may have more than 2^31 entries. An argument that is None is left out when the kernel is compiled.
 
-This file needs triton, so it is imported only where that is installed (``launches``).
+This file requires triton, so it is imported only if triton is installed (``launches``).
 
-Arguments that several kernels have:
+Arguments that several kernels share:
 
 | argument | what |
 |---|---|
