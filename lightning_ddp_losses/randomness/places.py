@@ -52,7 +52,7 @@ LOST = Mark(is_lost=True)
 
 
 class Rows(NamedTuple):
-    """The rows of this rank among those of all ranks.
+    """The rows of this rank among the rows of all ranks.
 
     Attributes:
         local: Number of rows of this rank.

@@ -1,10 +1,10 @@
 """Which tiles are computed by hand-written kernels (``compile_tiles="auto"``), either on all ranks or on none.
 
-In the exchange that each call performs anyway, each rank sends whether it has kernels for its rows. All ranks then know whether all of them
-have kernels, and how large the call is. The first call of each kind tries the kernels on a tile of fixed size and compares their numbers
-with those of torch's operators, and the ranks exchange the outcome (``TileKernels.rehearse``). If it failed on any rank, all ranks are eager
-from that call on, and rank 0 warns. If a kernel fails later, when it is compiled for another shape, that rank computes the remaining tiles
-of the call eagerly and warns, and all ranks are eager from the next call on.
+In the exchange that each call performs anyway, each rank sends whether it has kernels for its rows. All ranks thus receive whether all of
+them have kernels, and how large the call is. The first call of each kind tries the kernels on a tile of fixed size and compares their
+numbers with torch's operators, and the ranks exchange the outcome (``TileKernels.rehearse``). If it failed on any rank, all ranks are
+eager from that call on, and rank 0 warns. If a kernel fails later, when it is compiled for another shape, that rank computes the remaining
+tiles of the call eagerly and warns, and all ranks are eager from the next call on.
 """
 
 from __future__ import annotations

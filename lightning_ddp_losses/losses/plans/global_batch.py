@@ -76,7 +76,7 @@ class LossPlan:
 
     @classmethod
     def of(cls, loss: nn.Module, backward: str, configuration: str, unread: tuple[str, ...]) -> LossPlan:
-        """Make the plan of a loss as it is configured now."""
+        """Return the plan of a loss in its current configuration."""
         labelled, facts, is_pml = labelled_loss(loss), facts_of(loss), is_pml_loss(loss)
         return cls(
             modes=exact_modes(loss, backward),

@@ -192,6 +192,6 @@ def _of_lightly(loss: nn.Module) -> SampleLayout:
         return SampleLayout({"local_proj": 1, "global_proj": 1})
     if name == "WMSELoss":  # (views * B, D)
         return SampleLayout(first_views=int(loss.num_samples))  # type: ignore[arg-type]
-    if name in ("MSNLoss", "PMSNLoss", "PMSNCustomLoss"):  # (views * B, D), (B, D), and prototypes, which are equal on all ranks
+    if name in ("MSNLoss", "PMSNLoss", "PMSNCustomLoss"):  # (views * B, D), (B, D), and prototypes equal on all ranks
         return SampleLayout({2: None, "prototypes": None}, counting=(1, "targets"))
     return SampleLayout()

@@ -114,7 +114,7 @@ class Masks:
 
     @property
     def same_or_positives(self) -> Tensor:
-        """``positives`` if they have been computed, else ``same``, for values that are 0 or overwritten where a row meets itself."""
+        """``positives`` if they have been computed, else ``same``, for values that are 0 or overwritten at pairs of a row with itself."""
         return self.same if self._positives is None else self._positives
 
     def in_band(self, values: Tensor) -> Tensor:
