@@ -1,10 +1,10 @@
 """Logits of pytorch-metric-learning's (PML's) class-weight losses on a block of classes, and their weight regulariser.
 
 All eight losses are ``logsumexp_j z_ij - z_iy`` for logits z that depend on one row and one class. They differ in the product of row and
-class, its scale, and the target's logit. ``pml_registry`` lists which is which. The margin, the distance and the norms
-are PML's own functions (read in PML 2.9), so that a margin that PML mends is mended here.
+class, its scale, and the target's logit. ``pml_registry`` maps each loss to its head. Margins, distances and norms are computed by PML's
+functions (as of PML 2.9), so that fixes in PML also apply here.
 
-To add a loss: its head in its row of ``pml_registry.LOSSES``, and a subclass of ``Head`` where its logits are its own.
+To add a loss, name its head in its row of ``pml_registry.LOSSES``, and write a subclass of ``Head`` if its logits differ.
 
 Legend: ``G`` rows, ``D`` embedding size, ``c`` classes of a block, ``K`` weight rows per class (sub-centers), ``n`` targets.
 """
@@ -21,7 +21,7 @@ from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.products import SMALLEST_LENGTH, unit_rows
 
-# a block of classes must not make a row of D numbers for each pair
+# these distances do not create D numbers for each pair of a row and a class
 _DISTANCES = [cls for cls, facts in pml_registry.DISTANCES.items() if facts.form != "differences"]
 
 
@@ -33,13 +33,13 @@ class Head:
 
     Attributes:
         weight_name: Name of the class weight in the loss.
-        class_dim: Dimension of it that counts classes.
-        counts_only_anchors: A miner weighs the rows that are anchors, not positives and negatives too.
-        has_row_scale: Logits are proportional to the length of the row, which ``prepare`` leaves in it.
-        drops_improbable_rows: A row has no loss if its probability rounds to zero.
-        has_margin: The target's logit is a separate function (``targets``), else the others' plus ``target_offset``.
+        class_dim: Dimension of the classes in the weight.
+        counts_only_anchors: True if a miner determines only the weights of anchors, and not of positives and negatives.
+        has_row_scale: True if logits are proportional to the length of the row, which ``prepare`` does not normalize.
+        drops_improbable_rows: True if a row does not have a loss when its probability rounds to zero.
+        has_margin: True if the target's logit is a separate function (``targets``). Otherwise it is the usual logit plus ``target_offset``.
         per_class: K.
-        is_cosine: Logits are one number times products of rows with weight rows of length one.
+        is_cosine: True if logits are one number times products of rows with weight rows of length one.
     """
 
     weight_name = "W"
@@ -66,7 +66,7 @@ class Head:
 
     @property
     def is_one_product(self) -> bool:
-        """Whether logits are one number times cosines, which may run on tensor cores."""
+        """Whether logits are one number times cosines, which can run on tensor cores."""
         return self.is_cosine and not self.has_row_scale
 
     @property
@@ -81,20 +81,20 @@ class Head:
 
     @property
     def output_scale(self) -> float:
-        """What ``get_logits`` of the loss gives, over the logits of the softmax."""
+        """Ratio of the result of the loss's ``get_logits`` to the logits of the softmax."""
         return 1 / self.scale if self._shows_products else 1.0
 
     def prepare(self, embeddings: Tensor) -> Tensor:
-        """Return the rows as they enter the product, (G, D)."""
+        """Return the rows in the form used in the product, (G, D)."""
         distance = self._loss.distance
         if distance.normalize_embeddings and distance.p == 2:
             return unit_rows(embeddings)
         return distance.maybe_normalize(embeddings)  # type: ignore[no-any-return]
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Compute the logits of a block of classes, no margin in them.
+        """Compute the logits of a block of classes, without a margin.
 
-        No step may keep its result for backward: the caller overwrites it.
+        No step may save its result for backward, because the caller overwrites it.
 
         Args:
             rows: (G, D) from ``prepare``.
@@ -115,17 +115,17 @@ class Head:
         return product
 
     def normalized(self, weight: Tensor) -> Tensor:
-        """Return weight rows as they enter the product."""
+        """Return weight rows in the form used in the product."""
         return self._loss.distance.maybe_normalize(weight)  # type: ignore[no-any-return]
 
     def over_centers(self, product: Tensor) -> Tensor:
-        """Reduce (G, c * K) products with weight rows to (G, c) of classes: the best center's."""
+        """Reduce products (G, c * K) with weight rows to the product (G, c) with the best center of each class."""
         if self.per_class == 1:
             return product
         return product.view(len(product), product.shape[1] // self.per_class, self.per_class).max(2).values
 
     def targets(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Compute the logits of the target classes, with their margin: that of the best center's cosine, times the scale.
+        """Compute the logits of the target classes: the margin applied to the best center's cosine, times the scale.
 
         Args:
             rows: (n, D) from ``prepare``.
@@ -137,7 +137,7 @@ class Head:
         return self.with_margin(self.cosines(rows, weight)) * self.scale
 
     def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Compute the cosine (n,) of each row with each center of its target class. The best one counts."""
+        """Compute the largest cosine (n,) of each row with the centers of its target class."""
         flat = self.normalized(weight.reshape(-1, weight.shape[2]))
         cosine = (rows.unsqueeze(1) * flat.view_as(weight)).sum(2)
         if self._loss.distance.power != 1:
@@ -145,30 +145,30 @@ class Head:
         return cosine.squeeze(1) if self.per_class == 1 else cosine.max(1).values
 
     def with_margin(self, cosines: Tensor) -> Tensor:
-        """Put the margin into (n,) cosines of rows with their target classes, for heads that have one."""
+        """Apply the margin to (n,) cosines of rows with their target classes, for heads with a margin."""
         raise NotImplementedError
 
     @property
     def collects_angles(self) -> bool:
-        """Whether PML keeps the mean angle of the rows that ``targets`` was given last."""
+        """Whether PML stores the mean angle of the rows in the last call of ``targets``."""
         return bool(self._loss.collect_stats)
 
     def angle_sum(self, count: int) -> float:
         """Return the sum of the angles, in degrees, between ``count`` rows and their targets. 0 unless the loss collects statistics."""
         if not self._loss.collect_stats or not count:
             return 0.0
-        # PML keeps the mean of what ``with_margin`` was given last
+        # PML stores the mean over the last call of ``with_margin``
         return count * float(self._loss.avg_angle)
 
 
 class MarginHead(Head):
-    """ArcFace, CosFace, SubCenterArcFace: PML puts a margin between a row and its own class."""
+    """ArcFace, CosFace, SubCenterArcFace: PML applies a margin between a row and its class."""
 
     has_margin = True
 
     def with_margin(self, cosines: Tensor) -> Tensor:
-        """Put PML's margin into cosines."""
-        # coefficients of the multiple-angle formula, which PML casts where it casts its weight
+        """Apply PML's margin to cosines."""
+        # coefficients of the multiple-angle formula, which PML casts together with its weight
         for name in ("n_range", "margin_choose_n", "cos_powers", "alternating"):
             value = getattr(self._loss, name, None)
             if isinstance(value, Tensor):
@@ -177,19 +177,19 @@ class MarginHead(Head):
 
 
 class SphereFaceHead(MarginHead):
-    """The length of a row counts, that of a weight row does not."""
+    """Logits depend on the length of the row but not on the length of the weight row."""
 
     has_row_scale = True
 
     def prepare(self, embeddings: Tensor) -> Tensor:
-        """Return rows of a length whose power, as a factor of their products, is the embedding's length."""
+        """Return rows with a length such that the distance's power of it, a factor of their products, is the embedding's length."""
         lengths, power = self.row_norms(embeddings), self._loss.distance.power
         if power != 1:
             lengths = lengths.clamp_min(SMALLEST_LENGTH) ** (1 / power)
         return super().prepare(embeddings) * lengths.unsqueeze(1)
 
     def targets(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Put the margin between rows of length one and the weight rows. Multiply by the lengths of the embeddings."""
+        """Apply the margin between rows of length one and the weight rows, and multiply by the lengths of the embeddings."""
         distance = self._loss.distance
         lengths: Tensor = distance.get_norm(rows)
         if distance.power != 1:
@@ -202,12 +202,12 @@ class SphereFaceHead(MarginHead):
 
 
 class LargeMarginHead(SphereFaceHead):
-    """The lengths of both rows and weight rows count."""
+    """Logits depend on the lengths of both rows and weight rows."""
 
     _norm_of_weight_counts = True
 
     def row_norms(self, embeddings: Tensor) -> Tensor:
-        """Return the lengths (G,), by the loss's distance."""
+        """Return the lengths (G,), computed by the loss's distance."""
         return self._loss.distance.get_norm(embeddings)  # type: ignore[no-any-return]
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class LargeMarginHead(SphereFaceHead):
 
 
 class NormalizedSoftmaxHead(Head):
-    """A temperature in place of a scale. Weight rows have length one for any distance."""
+    """A temperature instead of a scale. Weight rows have length one for any distance."""
 
     _always_normalizes = True
 
@@ -235,7 +235,7 @@ class NormalizedSoftmaxHead(Head):
 
 
 class ProxyHead(Head):
-    """ProxyNCA: one proxy a class, row by row in memory. PML shows products without their scale."""
+    """ProxyNCA: one proxy per class, stored as rows. PML's ``get_logits`` returns products without the scale."""
 
     weight_name = "proxies"
     class_dim = 0
@@ -250,11 +250,11 @@ class ProxyHead(Head):
 
 
 class SoftTripleHead(Head):
-    """Several centers a class, averaged by a softmax, and a constant margin."""
+    """Several centers per class, averaged with softmax weights, and a constant margin."""
 
     weight_name = "fc"
     _centers_option = "centers_per_class"
-    _may_scale_rows = False  # the softmax over centers is of products without scale
+    _may_scale_rows = False  # the softmax over centers uses products without the scale
     _shows_products = True
 
     @property
@@ -278,7 +278,7 @@ def head_of(loss: Any) -> Head:
     """Return the head of a loss.
 
     Raises:
-        ConfigurationError: for a class or a distance that has none (a subclass may compute something else).
+        ConfigurationError: for an unsupported class or distance (including subclasses, which may compute something else).
     """
     head: type[Head] | None = pml_registry.head_class_of(loss)
     if head is None:
@@ -307,10 +307,10 @@ def _sign(distance: Any) -> float:
 
 
 def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
-    """Return the weight regulariser of a loss. None without one.
+    """Return the weight regularizer of a loss, or None if it does not have one.
 
     Raises:
-        ConfigurationError: for one that compares classes with each other, which lie on different ranks.
+        ConfigurationError: for a regularizer that compares classes with each other, which are on different ranks.
     """
     regularizer = loss.weight_regularizer
     if not regularizer:
@@ -328,10 +328,10 @@ def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
 
 
 class ClassPenalty:
-    """Evaluates a regulariser that is a sum over classes, block by block.
+    """Evaluates a regularizer that is a sum over classes, block by block.
 
     Args:
-        regularizer: PML's.
+        regularizer: The regularizer from PML.
         weight: Its factor in the loss.
         per_class: K.
     """
@@ -340,7 +340,7 @@ class ClassPenalty:
         self._regularizer, self._weight, self._per_class = regularizer, weight, per_class
 
     def __call__(self, block: Tensor) -> tuple[Tensor, float | Tensor]:
-        """Return the summed terms of (c * K, D) weight rows, and their part of the divisor."""
+        """Return the sum of the terms of (c * K, D) weight rows, and their part of the divisor."""
         is_of_centers = pml_registry.CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
         elements = evaluate(block)
@@ -351,7 +351,7 @@ class ClassPenalty:
         return part.total, divisor
 
     def value(self, terms: Tensor, divisor: Tensor) -> Tensor:
-        """Return the sub-loss, from the terms and divisors of all blocks of all ranks."""
+        """Return the sub-loss, given the terms and divisors of all blocks of all ranks."""
         reduction = pml_registry.reduction_of(self._regularizer.reducer)
         if reduction is not None and reduction.plain_sum:
             return terms * self._weight
@@ -360,11 +360,11 @@ class ClassPenalty:
     def _between_centers(self, block: Tensor) -> dict[str, Any]:
         """Compare centers of the same class, without PML's mask over all pairs of centers."""
         distance = self._regularizer.distance
-        # cosine of each pair of centers of a class
+        # cosines of all pairs of centers in a class
         unit = distance.maybe_normalize(block).view(-1, self._per_class, block.shape[1])
         first, second = torch.triu_indices(self._per_class, self._per_class, offset=1, device=block.device)
         cosine = (unit @ unit.transpose(1, 2))[:, first, second].reshape(-1) ** distance.power
-        # their distance, as PML writes it
+        # distances, as computed by PML
         terms = torch.sqrt(2.0 + torch.finfo(block.dtype).tiny - torch.clamp(2.0 * cosine, max=2))
         index = torch.arange(len(terms), device=block.device)
         info = {"losses": terms, "indices": index, "reduction_type": "element", "divisor": 2 * len(terms)}
@@ -375,7 +375,7 @@ class ClassPenalty:
 
 
 def refuse_options(num_classes: int, chunk_size: int | None, sample_rate: float, *, is_regularized: bool) -> None:
-    """Refuse a chunk or a share of the classes that cannot be.
+    """Reject an invalid chunk size or sample rate.
 
     Raises:
         ConfigurationError: with the name of the option.
@@ -395,13 +395,13 @@ def refuse_options(num_classes: int, chunk_size: int | None, sample_rate: float,
 
 
 def refuse_with_replicas(title: str, loss: Any, sampler: Any) -> None:
-    """Refuse options with which the parts of the world would differ, if each holds all classes.
+    """Reject options with which subgroups would compute different results, if each subgroup holds all classes.
 
     Raises:
         ConfigurationError: on every rank.
     """
     regularizer, fix = getattr(loss, "embedding_regularizer", None), "Divide the classes over all ranks (group=None)."
-    # parts that sample would draw other classes, and step other rows of equal weights
+    # with sampling, subgroups would draw different classes and step different rows of the same weights
     for option, unfit, allowed, got in (
         ("embedding_regularizer", regularizer, "none", type(regularizer).__name__),
         ("sample_rate", sampler, "1", getattr(sampler, "rate", 1)),

@@ -1,10 +1,10 @@
 """`ClassShardedLoss`: a classification loss with a class weight sharded over the ranks, evaluated chunk by chunk.
 
-A million classes of 128 numbers are half a gigabyte of weight and as much of gradient on every rank, and DDP sends all of it
-at every step. Here each rank holds C / W classes. Embeddings and three numbers per row travel.
+One million classes of 128 numbers take half a gigabyte for the weight and the same for its gradient on every rank, and DDP sends the whole
+gradient at every step. Here each rank holds C / W classes, and only embeddings and three numbers per row are sent.
 
-The loss has its parts: a ``ShardedWeight`` (``sharded_weight``: which classes are here), a head (``class_heads``: PML's logits), a
-``ShardedSoftmax`` each call (``sharded_softmax``, and ``ClassLogits`` without a gradient), and, with ``sample_rate`` below 1, a
+The loss consists of a ``ShardedWeight`` (``sharded_weight``: the classes of this rank), a head (``class_heads``: PML's logits), a
+``ShardedSoftmax`` for each call (``sharded_softmax``, or ``ClassLogits`` without a gradient), and, with ``sample_rate`` below 1, a
 ``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
@@ -62,18 +62,18 @@ from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tuples import GlobalTuples, miner_counts, miner_weights
 
 _HELD_CLASSES = "held classes"  # key in a state dict's metadata
-_CHUNK_BYTES = 2 << 20  # of logits at a time, as a core's cache holds
+_CHUNK_BYTES = 2 << 20  # size of the logits of a chunk, so that they fit into the cache of a core
 _MIN_CHUNK = 16  # classes
-# they look at all classes together
+# initializations that depend on all classes together
 _JOINT_INITS = (nn.init.orthogonal_, nn.init.eye_, nn.init.dirac_, nn.init.sparse_)
 
 
 class _Undrawn(NamedTuple):
-    """A loss without a weight, in place of an instance.
+    """Passed instead of a loss instance if the weight has not been drawn yet.
 
     Attributes:
         template: A loss with all options and ``num_classes``, and the weight of one class.
-        seed: Seed of the weight that is still to be drawn.
+        seed: Seed from which the weight will be drawn.
     """
 
     template: Any
@@ -85,55 +85,58 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
     weight, for pytorch-metric-learning's ArcFaceLoss, CosFaceLoss, SubCenterArcFaceLoss, LargeMarginSoftmaxLoss, SphereFaceLoss,
-    NormalizedSoftmaxLoss, ProxyNCALoss and SoftTripleLoss. The margin is theirs, and the gradient goes through it.
+    NormalizedSoftmaxLoss, ProxyNCALoss and SoftTripleLoss. Margins are computed by PML, and gradients are propagated through them.
 
     The weight keeps its name and layout (``W`` (D, c K), ``fc``, ``proxies``). Ranks hold consecutive blocks of ``ceil(C / W)`` classes.
-    Made before the ranks exist, as in a LightningModule's ``__init__``, the loss is sharded when they do: by
-    ``strategy="ddp_losses"``, or at the first call. In one process it is the chunked evaluation alone.
+    If the loss is constructed before the process group exists, as in a LightningModule's ``__init__``, it is sharded later: by
+    ``strategy="ddp_losses"``, or in the first call. In one process, only the chunked evaluation applies.
 
     Args:
-        loss: An instance. Its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
-        chunk_size: Number of classes with live logits at a time. None: as many as fit 2 MiB, on an accelerator 256 MiB.
-        sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the rank's classes
-            (PartialFC's sampling). Rows that were not looked at, or lost their gradient, keep weight and optimizer state: the optimizer
-            must be attached (``attach``, or the strategy). Its count of steps is the weight's as a whole. On an accelerator at least as
-            many classes are looked at as the global batch has rows, since the host does not wait for the number of the batch's own.
-        unbiased: Weigh the sampled negatives by one over their probability.
+        loss: An instance. Its weight is copied from the group's rank 0 and sliced. Use ``build`` to avoid holding the whole weight.
+        chunk_size: Number of classes whose logits are in memory at a time. If None, as many as fit 2 MiB, on an accelerator 256 MiB.
+        sample_rate: Below 1, each step uses the classes of the batch and random other classes, in total this fraction of the rank's
+            classes (PartialFC's sampling). Rows that were not used, or whose gradient was removed, keep their weight and optimizer state.
+            This requires an attached optimizer (``attach``, or the strategy). Its step count applies to the weight as a whole. On an
+            accelerator, at least as many classes are used as the global batch has rows, since the host does not wait for the number of
+            classes in the batch.
+        unbiased: Weight the sampled negatives by the inverse of their probability.
         products: Form of the products of embeddings and weight, if logits are one number times cosines (ArcFace, CosFace, NormalizedSoftmax
-            with one center a class). ``"float32"``. ``"bf16"``: on tensor cores, into float32. Embeddings and weight rows that are not
-            bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
-            In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
+            with one center per class). ``"float32"``. ``"bf16"``: on tensor cores, into float32. Embeddings and weight rows that are not
+            bfloat16 are rounded by 2^-9, except for the targets' logits. ``"auto"``: bf16 if both are bfloat16, otherwise float32.
+            Except with ``"float32"``, the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
             ``predict`` are float32.
-        compile_tiles: What computes the elementwise part of a chunk of classes, if logits are cosines times numbers, with one center a
-            class. ``"auto"``: hand-written kernels, if each rank has an NVIDIA GPU and triton, and 2^24 logits or more, as the mean over
-            ranks (not measured), else torch's operators. False: these. True: ``torch.compile``. All ranks compile at the first call. If
-            it fails on any, all compute eagerly, with a warning. True for many classes on a GPU: ArcFace with 3 million took 105 ms in
-            place of 170 with ``products="bf16"``, and 330 in place of 351 without (NVIDIA H200, torch 2.11).
+        compile_tiles: How to compute the elementwise part of a chunk of classes, if logits are cosines times numbers, with one center per
+            class. ``"auto"``: hand-written kernels if every rank has an NVIDIA GPU and triton, and there are at least 2^24 logits on
+            average per rank (not measured), otherwise torch's operators. False: torch's operators. True: ``torch.compile``. All ranks
+            compile in the first call. If this fails on any rank, all ranks compute eagerly and a warning is issued. Use True for many
+            classes on a GPU: ArcFace with 3 million classes took 105 ms instead of 170 ms with ``products="bf16"``, and 330 ms instead of
+            351 ms without (NVIDIA H200, torch 2.11).
         name: Name among losses of its kind, as in ``GlobalBatchLoss``.
-        group: Process group over which the classes are sharded. None is the world. If it is a part (the ranks of a node), every part
-            holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
+        group: Process group over which the classes are sharded. None is the world. With a subgroup (the ranks of a node), every subgroup
+            holds all classes, the loss still covers the rows of all ranks, and the weight's gradient is averaged over its replicas.
 
     Attributes:
-        loss: PML's loss, without its weight, which is here.
-        sampler: Draws the classes of a step. None: all of them.
+        loss: PML's loss without its weight, which is a parameter of this module.
+        sampler: Draws the classes of a step. If None, all classes are used.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it does not require ``sync_dist``.
 
     Gradient:
-        The weight's is complete for this rank's rows and must not be averaged. The strategy leaves it alone. Outside Lightning keep
-        the loss out of ``DistributedDataParallel``. The encoder's is the one-process gradient after DDP's mean.
+        The gradient of this rank's weight already covers the rows of all ranks and must not be averaged. The strategy excludes it. Outside
+        Lightning, keep the loss out of ``DistributedDataParallel``. The encoder has the one-process gradient after DDP's mean.
 
     Communication:
-        Handshake, gather of the embeddings (of bfloat16 as they are), gather of 3 G numbers. In backward a handshake and one exchange
-        of G x D, of float32. No term depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of
-        the weight's gradient.
+        Handshake, gather of the embeddings (bfloat16 is sent unchanged), gather of 3 G numbers. In backward a handshake and one exchange
+        of G x D in float32. No term depends on C. With replicas, additionally a handshake and a gather of the losses between them, and the
+        mean of the weight's gradient.
 
     Raises:
-        ConfigurationError: a loss, regulariser or distance that cannot be sharded, more ranks than classes, or a bad chunk.
-        InputError: on every rank, for labels out of range or a wrong width on any rank. For a batch on an accelerator the range is
-            read at once at the first call only, as that waits for it. Later calls read it one call later, and clamp labels out of it.
-        RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
+        ConfigurationError: for a loss, regularizer or distance that cannot be sharded, more ranks than classes, or an invalid chunk size.
+        InputError: on every rank, for labels out of range or a wrong width on any rank. For a batch on an accelerator, the range is
+            checked immediately only in the first call, because this waits for the device. Later calls clamp labels out of range and
+            report them one call later.
+        RankMismatchError: on every rank, if configurations, dtypes or widths differ, or if all ranks hold the same rows.
 
     Example:
         >>> import torch
@@ -220,7 +223,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         group: Group = None,
         **options: Any,
     ) -> ClassShardedLoss:
-        """Make the loss from its class, without ever holding the whole weight.
+        """Construct the loss from its class, without ever holding the whole weight.
 
         Args:
             loss_class: One of the supported classes.
@@ -231,13 +234,13 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             unbiased: Option of the constructor.
             products: Option of the constructor.
             compile_tiles: Option of the constructor.
-            seed: Seed of the initial weight, which is the same for any number of ranks. None: drawn from torch's generator on
-                rank 0.
+            seed: Seed of the initial weight, which does not depend on the number of ranks. If None, the seed is drawn from torch's
+                generator on rank 0.
             name: Option of the constructor.
             group: Option of the constructor.
-            **options: Of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
+            **options: Options of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
         """
-        # an instance that has all options and hardly a weight
+        # an instance with all options and a minimal weight
         try:
             template: Any = loss_class(num_classes=1, embedding_size=embedding_size, **options)
             head_of(template)
@@ -274,7 +277,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     @property
     def shard(self) -> ClassShard:
-        """Which classes this rank holds."""
+        """The classes that this rank holds."""
         return self._sharded.shard
 
     @property
@@ -287,7 +290,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return f"classes {self.shard.start} to {self.shard.stop} of {self.num_classes}, products={self.products}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassShardedLoss:
-        # a move that makes a new parameter: without its tag it would be averaged away
+        # moving the module may create a new parameter. Without the tag, its gradient would be averaged
         with tags_kept(self):
             return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -302,9 +305,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """Return the global loss.
 
         Args:
-            embeddings: (B, D). Halves are computed in float32.
+            embeddings: (B, D). Half precision is computed in float32.
             labels: (B,), integers from 0 to C - 1.
-            indices_tuple: A miner's pairs or triplets of local rows. They weigh the rows, as in PML.
+            indices_tuple: A miner's pairs or triplets of local rows. They determine weights of the rows, as in PML.
         """
         try:
             self.shard_classes()
@@ -324,7 +327,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return watched
 
     def _plan_of(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> tuple[ShardPlan, list[Tensor]]:
-        """Return the rules of a call, and the loss's parameters. Refuse arguments that cannot work."""
+        """Return the rules of a call and the loss's parameters. Reject invalid arguments."""
         parameters = precision.parameters_of(self)
         sampling = described_sampling(self._training_sampler())
         arguments = [kind_of(embeddings), kind_of(labels), type(indices_tuple), self.products, sampling]
@@ -354,20 +357,20 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             return result
         value = self._global_loss(plan, embeddings, labels, indices_tuple)
         if plan.trained:
-            # a reducer that selects no row leaves the weight out
+            # if a reducer selects no row, the weight is not in the graph
             trainable = [parameter for parameter in parameters if parameter.requires_grad]
             value = autograd_graph.attach_zero_grad(value, trainable, [embeddings])
         return value
 
     def _global_loss(self, plan: ShardPlan, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
-        # 1. rows of all ranks of the group. Options are read before anything changes the loss
+        # 1. rows of all ranks of the group. Options are read first, before the call changes the loss
         configuration = self._read_configuration()
         labels = labels.to(torch.int64)
         sampler = self._training_sampler()
         batch = self._gather(plan, embeddings, labels, indices_tuple, configuration)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
-            # a miner over all ranks names rows of the other parts of the world too
+            # tuples mined over all ranks also contain rows of the other subgroups
             rows_of_ranks = dict(zip(process_groups.members(self._group), batch.counts[0], strict=True))
             times_named = self._times_named(indices_tuple, indices_tuple.rows)
             named = [indices_tuple.counts_of(times_named, rows_of_ranks, self._title)]
@@ -382,7 +385,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         found = softmax.row_losses(rows, self._sharded.rows(self.weight))
         if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
-        # 3. rows of the other parts of the world. Each part has all classes
+        # 3. rows of the other subgroups. Each subgroup has all classes
         losses = found.losses
         if self._replica_group is not None:
             batches = {"losses": losses, "labels": global_labels}
@@ -394,10 +397,10 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             try:
                 world = gather_batch(title, batches, must_match, backward="own_slice", group=self._replica_group)
             except DDPLossError as error:
-                handshake.note_on(error, collective=False)  # the rest of this part does not know of it
+                handshake.note_on(error, collective=False)  # the other ranks of this subgroup have not received it
                 raise
             losses, global_labels, *named = world.tensors
-        # 4. weights of the rows that a miner named
+        # 4. weights of the rows that a miner selected
         if named and len(losses):
             losses = losses * miner_weights(named[0], losses.dtype)
         # 5. one number
@@ -406,7 +409,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _gather(
         self, plan: ShardPlan, embeddings: Tensor, labels: Tensor, indices_tuple: Any, configuration: str
     ) -> GatheredBatch:
-        """Return the rows of all ranks, after comparing settings, which must be equal, and shards, which must not."""
+        """Return the rows of all ranks, after checking that settings are equal and shards differ."""
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             batches[NAMED] = self._times_named(indices_tuple, len(labels))
@@ -427,7 +430,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return batch
 
     def _compiler_of_call(self, batch: GatheredBatch, sampler: ClassSampler | None) -> TileCompiler | None:
-        """Return what computes the chunks of a call, the same on all ranks. None: torch's operators do."""
+        """Return what computes the chunks of a call, equal on all ranks, or None for torch's operators."""
         classes = self._sharded.num_classes / len(batch.extras)
         if sampler is not None:
             classes *= sampler.rate
@@ -435,11 +438,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return chosen(self._compiler, all(sent[0] for sent in batch.extras), entries)
 
     def _read_configuration(self) -> str:
-        """Return the loss's configuration. Empty: there are no peers."""
+        """Return the loss's configuration, or an empty string if there is only one rank."""
         return self._configuration.read(self.loss) if process_groups.world_size() > 1 else ""
 
     def _raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raise on every rank an error of one, or of one part of the world. Errors that all ranks raise pass through."""
+        """Raise the error of one rank, or of one subgroup, on every rank. Errors that all ranks raise are raised unchanged."""
         try:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         except Exception as raised:
@@ -448,12 +451,12 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 process_groups.internal_groups(replicas).handshakes, raised
             ):
                 raise
-            # all ranks of this part are here. The other parts wait for their replicas
+            # all ranks of this subgroup have the error. The other subgroups are waiting for their replicas
             handshake.note_on(raised, collective=False)
             handshake.raise_on_all_ranks(raised, self._title, group=replicas)
 
     def _times_named(self, indices_tuple: Any, rows: int) -> Tensor:
-        """Return how often a miner named each row."""
+        """Return how often a miner selected each row."""
         return miner_counts(indices_tuple, rows, only_anchors=self._head.counts_only_anchors, title=self._title)
 
     def _softmax(
@@ -464,11 +467,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         embeddings: Tensor,
         compiler: TileCompiler | None,
     ) -> ShardedSoftmax:
-        """Choose the classes that a call looks at: all, or sampled ones."""
+        """Choose the classes that a call uses: all classes, or sampled classes."""
         shard = self._sharded.shard
         rows = sampled = log_weight = gradient = None
         number = shard.stop - shard.start
-        # labels as positions among this rank's classes, or the sampled ones
+        # labels as positions among this rank's classes, or among the sampled classes
         positions = labels - shard.start if shard.start else labels
         penalty = self._penalty
         if sampler is not None:
@@ -494,16 +497,16 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return self.chunk_size or aligned_columns(max(_MIN_CHUNK, tile_budget(device, _CHUNK_BYTES) // class_bytes))
 
     def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""
+        """Apply PML's reducer to the losses of all rows, which every rank holds, and add its regularizers."""
         indices = torch.arange(len(losses), device=losses.device)
         of_rows: dict[str, Any] = {"losses": losses, "indices": indices, "reduction_type": "element"}
         reducer, in_window = self.loss.reducer, current_window() is not None and is_separable(self.loss, "elements")
-        # a mean over no rows is not a number, where a sum without terms is 0
+        # the mean over zero rows is NaN, but a sum without terms is 0
         has_rows = len(losses) > 0
         by_sums = in_window or not has_rows
         if has_rows and self._head.drops_improbable_rows:
             kept = torch.exp(-losses.detach()) != 0
-            # to select them on an accelerator would wait for their number
+            # selecting rows on an accelerator would wait for their number
             if losses.device.type != "cpu" and can_split(reducer) and not collects_counts(self.loss):
                 of_rows["kept"], by_sums = kept, True
             else:
@@ -516,11 +519,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
         if not by_sums:
             return reducer(sub_losses, embeddings, labels)  # type: ignore[no-any-return]
-        # the same by sums and divisors, which an accumulation window adds up: every rank has all rows, as if there were one rank
+        # compute sums and divisors instead, which an accumulation window adds up. Every rank has all rows, as if there were one rank
         sums = sums_of_all_rows(partial_sums_of(reducer, sub_losses, embeddings, labels), embeddings)
         if in_window:
             return global_loss(sums, window_source=(self, self._title), group=self._group)
-        # PML's mean over improbable rows only is not a number, of a reducer that selects it is 0
+        # over improbable rows only, PML's mean is NaN, and the result of a reducer that selects elements is 0
         reduction = reduction_of(reducer)
         selects = reduction is not None and reduction.selects
         return global_loss(sums, empty=0.0 if selects or not has_rows else math.nan)
@@ -528,7 +531,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ refused inputs
 
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Refuse labels out of range, and sampling without an attached optimizer, and return the labels."""
+        """Reject labels out of range and sampling without an attached optimizer, and return the labels."""
         read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
         self.value_reading.raise_late()
         num_classes = self._sharded.num_classes
@@ -545,9 +548,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ sharding, loading, saving
 
     def shard_classes(self) -> None:
-        """Shard the weight over the ranks of the group, or draw it, if that is not done. All of them must call it.
+        """Shard the weight over the ranks of the group, or draw it, unless this has been done. All ranks of the group must call it.
 
-        Communication: one handshake, and a broadcast of the whole weight for a loss made from an instance.
+        Communication: one handshake, and a broadcast of the whole weight if the loss was constructed from an instance.
         """
         sharded = self._sharded
         world = process_groups.world_size(self._group)
@@ -555,18 +558,18 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             return
         # the same loss everywhere
         seed = sharded.agree_on_seed(Configuration().read(self.loss), self._group)
-        # the same options in all parts of the world, if the group is one of several
+        # the same options in all subgroups, if there are several
         replica_group = process_groups.replica_group(self._group)
         if replica_group is not self._group:
             refuse_with_replicas(self._title, self.loss, self.sampler)
             self._replica_group = replica_group
-        # this rank's classes. Of several parts, the first one counts
+        # this rank's classes. If there are several subgroups, the weight of the first one is used
         sharded.shard_(self.weight, self.loss.weight_init_func, seed, self._group)
         if self._replica_group is not None:
             raw_collectives.broadcast_([self.weight.data], group=self._replica_group)
 
     def refuse_equal_shards(self) -> None:
-        """Refuse classes that something has broadcast, also since the last call.
+        """Reject classes that have been overwritten by a broadcast, including since the last call.
 
         Raises:
             RankMismatchError: on every rank of the group.
@@ -580,7 +583,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._sharded.refuse_equal_shards(everyone)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        """Load the whole weight and keep this rank's part, or load that part."""
+        """Load the whole weight and keep this rank's part, or load only this rank's part."""
         self.shard_classes()
         key = prefix + self._sharded.name
         given = state_dict.get(key)
@@ -588,33 +591,33 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             part = self._sharded.local_part(given, key, self.weight.shape, local_metadata.get(_HELD_CLASSES))
             state_dict = {**state_dict, key: part}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        tag_shard(self.weight, self.shard)  # assign=True puts another parameter in its place
+        tag_shard(self.weight, self.shard)  # assign=True replaces the parameter
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         is_drawn = self._sharded.world_size > 0 or self.shard.classes > 0
         if not is_drawn:
             self.shard_classes()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # next to the version, so that no other rank takes it for its own
+        # stored next to the version, so that other ranks do not load it as their part
         held = (self.shard.start, self.shard.stop, self.num_classes)
         compat.state_dict_metadata(destination, prefix)[_HELD_CLASSES] = held
 
     def weight_as_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """Return this rank's classes as its part of a ``DTensor``, for torch's tools: ``distributed.checkpoint``, ``clip_grad_norm_``.
 
-        It is the weight's own memory, and its ``grad`` is the memory of the weight's gradient if there is one. To load or scale it is to
-        load or scale the loss's weight. Call it again after a step, which may have made another gradient.
+        It shares the memory of the weight, and its ``grad`` shares the memory of the weight's gradient if there is one. Loading or scaling
+        it therefore loads or scales the loss's weight. Call this again after a step, which may have created a new gradient tensor.
 
         Args:
-            mesh: Mesh of the ranks over which the classes are divided, in their order, as ``device_mesh["data_parallel"]``. If those
-                are a part of the world, it may have two dimensions: replicas, and such ranks. None: one is made.
+            mesh: Mesh of the ranks over which the classes are divided, in order, such as ``device_mesh["data_parallel"]``. If these ranks
+                are a subgroup, the mesh may have two dimensions: replicas and ranks of a subgroup. If None, a mesh is created.
 
         Returns:
-            (C, D), or (C, K, D) for K weight rows a class, ``Shard(0)`` with any layout of the loss's own weight.
+            (C, D), or (C, K, D) for K weight rows per class, ``Shard(0)`` for any layout of the loss's weight.
 
         Raises:
             ConfigurationError: without a process group.
-            InputError: on every rank, for a mesh of other ranks.
+            InputError: on every rank, for a mesh of different ranks.
 
         Communication: one handshake of the world. Every rank must call it.
         """
@@ -629,7 +632,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ sampled negatives
 
     def attach(self, optimizer: Any) -> None:
-        """Let an optimizer step only the rows that were looked at, as needed with ``sample_rate`` below 1."""
+        """Make an optimizer step only the rows that were used, as required with ``sample_rate`` below 1."""
         inner = compat.unwrapped_optimizer(optimizer)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         if self.sampler is None or all(parameter is not self.weight for parameter in parameters):
@@ -638,14 +641,14 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             self._row_optimizer = SampledRowOptimizer(self.weight, self.sampler.gradient, inner)
 
     def _training_sampler(self) -> ClassSampler | None:
-        # validation looks at all classes
+        # validation uses all classes
         return self.sampler if torch.is_grad_enabled() else None
 
     # ------------------------------------------------------------------ logits and best classes, without gradient
 
     @torch.no_grad()
     def get_logits(self, embeddings: Tensor) -> Tensor:
-        """Return the logits of all classes, as the loss's own ``get_logits``: for few classes or few rows.
+        """Return the logits of all classes, like the loss's ``get_logits``. Intended for few classes or few rows.
 
         Args:
             embeddings: (B, D).
@@ -663,7 +666,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
         Args:
             embeddings: (B, D).
-            k: Number of classes, at most C, the same on every rank.
+            k: Number of classes, at most C, equal on every rank.
 
         Returns:
             Their logits (B, k) and their labels (B, k), for this rank's rows.
@@ -673,7 +676,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return self._class_logits(embeddings, k).best(k)
 
     def _class_logits(self, embeddings: Tensor, k: int | None = None) -> ClassLogits:
-        """Gather the embeddings of all ranks, for their logits with this rank's classes. ``k`` must be equal on all ranks."""
+        """Gather the embeddings of all ranks, to compute their logits for this rank's classes. ``k`` must be equal on all ranks."""
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             is_number = k is None or (isinstance(k, int) and 1 <= k <= self.num_classes)
             expect(is_number, f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k), error=InputError)

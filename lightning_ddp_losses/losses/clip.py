@@ -1,8 +1,8 @@
 """`ClipLoss`: the symmetric cross entropy between two towers over the rows of all ranks, never holding the product matrix.
 
-Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair. Its 1 is never added up,
-so that float32 keeps its digits where pairs agree well. Rows of this rank are complete here. Columns are joined from all ranks'
-(maximum, sum), which in a ring travel behind the texts.
+The loss of each direction is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``, computed from differences to the row's own pair. The 1 is not part
+of the accumulated sum, so that float32 keeps its precision if pairs agree well. Rows of this rank are complete on this rank. Columns are
+joined from all ranks' (maximum, sum), which follow the texts in a ring.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
 """
@@ -37,48 +37,50 @@ from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 class ClipLoss(TwoTowerLoss):
     """Contrastive loss between images and texts (or any two towers) with a learnable temperature.
 
-    Equivalent to, with ``x`` and ``y`` the normalised rows of all ranks and ``z = logit_scale.exp() * x @ y.T``:
+    Equivalent to, with ``x`` and ``y`` the normalized rows of all ranks and ``z = logit_scale.exp() * x @ y.T``:
     ``(cross_entropy(z, arange(G)) + cross_entropy(z.T, arange(G))) / 2`` in one process. Further negatives are columns of ``z`` in the
-    first term alone.
+    first term only.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale, each call
-            gives ``logit_scale=``.
-        max_scale: The own scale is clamped to this. None: not at all.
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. If None, the loss does not have a scale, and
+            ``logit_scale=`` is required in each call.
+        max_scale: Upper limit to which the loss's scale is clamped. If None, it is not clamped.
         label_smoothing: Same as in ``torch.nn.CrossEntropyLoss``.
-        normalize: Divide embeddings by their length. False if the model has done so.
-        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
-        gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
-            rank holds two ranks' texts at a time, and in backward the gradients of three.
-        products: How rows are multiplied. ``"float32"``, or ``"bf16"`` on tensor cores, into float32. Exact but for the order of summation
-            where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
-            bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
-        compile_tiles: What computes a tile next to its products. False: torch's operators. ``"auto"``: a hand-written kernel, if each rank
-            has an NVIDIA GPU and triton, which torch brings there, and 2^24 products or more (4,096 rows against 4,096) in float32, else
-            torch's operators. The first call tries it on all ranks: if it fails on one, rank 0 warns and all take the operators. It gives
-            the same numbers but for rounding, and takes tiles of 256 MiB. It was not measured. True: ``torch.compile``, on all ranks or, if
-            it fails on one, on none, and seconds at the first call. With True and ``products="auto"`` on an NVIDIA H200 with torch 2.11 a
-            step of 65,536 bfloat16 rows took 103 ms in place of 313, of 8,192 rows 5.1 in place of 7.8, of 1,024 1.07 times as long.
-        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
-        check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
+        normalize: Divide embeddings by their length. Use False if the model normalizes them.
+        tile_bytes: Size of the products in memory at a time. If None, 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
+        gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on. In addition to its own rows, a
+            rank then holds two ranks' texts at a time, and the gradients of three in backward.
+        products: How rows are multiplied. ``"float32"``, or ``"bf16"`` on tensor cores, into float32. For towers that return bfloat16
+            (autocast), bf16 is exact except for the order of summation. Rows of float32 are rounded by 2^-9. ``"auto"``: bf16 if both
+            towers are bfloat16, otherwise float32. Except with ``"float32"``, the gradient of a product is rounded by 2^-17. float64 stays
+            float64.
+        compile_tiles: How to compute the parts of a tile other than its products. False: torch's operators. ``"auto"``: a hand-written
+            kernel if every rank has an NVIDIA GPU and triton, which is installed with torch, and there are at least 2^24 products (4,096
+            rows against 4,096) in float32, otherwise torch's operators. The first call tries the kernel on all ranks. If it fails on any
+            rank, rank 0 warns and all ranks use the operators. Its results are the same except for rounding, and its tiles have 256 MiB. It
+            was not measured. True: ``torch.compile``, on all ranks, or on none if it fails on any rank. The first call then takes seconds.
+            With True and ``products="auto"`` on an NVIDIA H200 with torch 2.11, a step with 65,536 bfloat16 rows took 103 ms instead of
+            313 ms, with 8,192 rows 5.1 ms instead of 7.8 ms, and with 1,024 rows 1.07 times as long.
+        name: Name that distinguishes this loss from others of its kind, as in ``GlobalBatchLoss``.
+        check_weights: Compare the loss's parameters between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it does not require ``sync_dist``.
 
     Gradient:
-        After DDP's mean over ranks, encoders and ``logit_scale`` (the loss's or the caller's) hold the one-process gradient.
+        After DDP's mean over ranks, encoders and ``logit_scale`` (of the loss or of the caller) have the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are), gather of 2 G + 1 numbers. In backward a handshake and
-        one exchange of G x D.
-        A ring: 2 handshakes, and W - 1 times
-        a message of a rank's texts and one of two numbers for each. In backward W - 1 times its texts and their gradient, of float32.
+        Handshake, gather of the texts (bfloat16 is sent unchanged), gather of 2 G + 1 numbers. In backward a handshake and one exchange of
+        G x D.
+        In a ring, 2 handshakes, and W - 1 times a message with a rank's texts and a message with two numbers for each text. In backward
+        W - 1 times its texts and their gradient in float32.
 
     Raises:
-        ConfigurationError: options that cannot work.
-        InputError: on every rank, for towers that do not fit together on any rank.
-        RankMismatchError: on every rank, when widths, dtypes or options differ.
+        ConfigurationError: for invalid options.
+        InputError: on every rank, if the towers do not fit together on any rank.
+        RankMismatchError: on every rank, if widths, dtypes or options differ.
 
     Source: Radford et al. 2021, arXiv:2103.00020, figure 3.
 
@@ -87,13 +89,13 @@ class ClipLoss(TwoTowerLoss):
         >>> loss = ClipLoss()
         >>> value = loss(torch.randn(4, 8), torch.randn(4, 8))
 
-        A model that owns its scale gives it, as to open_clip's loss but by name:
+        A model with its own scale passes it as in open_clip's loss, but by name:
 
         >>> log_scale = torch.nn.Parameter(torch.tensor(2.66))
         >>> loss = ClipLoss(init_temperature=None)
         >>> value = loss(torch.randn(4, 8), torch.randn(4, 8), logit_scale=log_scale.exp())
 
-        To let the loss own it from an old checkpoint on, rename its key (from the model's to the module's that is the loss):
+        To move the scale of an old checkpoint into the loss, rename its key from the model's parameter to the loss's parameter:
 
         >>> state = {"model.logit_scale": log_scale.detach()}
         >>> state["loss.logit_scale"] = state.pop("model.logit_scale")
@@ -138,13 +140,13 @@ class ClipLoss(TwoTowerLoss):
 
 
 def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) -> Any:
-    """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its first columns. Own pairs do not count.
+    """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its leading columns. Own pairs are excluded.
 
     Args:
-        products: (T, C). Overwritten with the logits, or with less unless ``keep``.
+        products: (T, C). Overwritten: with the logits if ``keep``, otherwise with arbitrary values.
         factors: Factors of the products.
-        text_count: The number of columns that are texts.
-        keep: True if the logits are needed again.
+        text_count: The number of leading columns that are texts.
+        keep: True if the logits are used again.
     """
     logits = factors.logits(products)
     logits = factors.put_own_(logits, torch.finfo(logits.dtype).min)
@@ -164,16 +166,16 @@ def clip_terms(
     device_splits: bool,
     are_logits: bool,
 ) -> GradTerms:
-    """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus that of the columns.
+    """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus the softmax of the columns.
 
     Args:
         products: (T, C). Overwritten.
         factors: Factors of the products.
         row_lse: (T,), log-sum-exp of the images' rows.
-        column_lse: (C,), that of the texts' columns. Infinite for other columns. None: there are no texts.
+        column_lse: (C,), log-sum-exp of the texts' columns, infinite for other columns. None if there are no texts.
         own: (T,), the gradient at own pairs.
         device_splits: Same as for ``Factors.terms``.
-        are_logits: True if the products are logits already.
+        are_logits: True if ``products`` already contains logits.
     """
     logits = products if are_logits else factors.logits(products)
     grad = (logits - row_lse.unsqueeze(1)).exp_()
@@ -183,14 +185,14 @@ def clip_terms(
 
 
 class _Clip(torch.autograd.Function):
-    """Value and gradient. ``paired`` (t,) holds each text's product with its own image, unscaled."""
+    """Value and gradient. ``paired`` (t,) contains the product of each text with its own image, unscaled."""
 
     @staticmethod
     def forward(
         ctx: Any, call: TowerCall, smoothing: float, images: Tensor, texts: Tensor, paired: Tensor, scale: Tensor
     ) -> Tensor:
         own_texts, paired_logits = call.own_texts, paired * scale
-        # 1. statistics of rows, which are complete, and of columns. In a ring these are joined over ranks
+        # 1. statistics of rows, which are complete, and of columns, which in a ring are joined over ranks
         mean_column = scale.new_zeros(images.shape[1]) if smoothing else None
         ctx.kept_logits = None
         row_lse: LogSumExp | RunningLogSumExp
@@ -198,13 +200,13 @@ class _Clip(torch.autograd.Function):
             row_lse, column_stats, ctx.kept_logits = _stats_of_one_tile(call, scale, mean_column)
         else:
             row_lse, column_stats = _stats_of_tiles(call, scale, mean_column)
-        # 2. the log-probabilities of images, of this rank's
+        # 2. the log-probabilities of this rank's images
         row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])
         total = row_log_probs.sum()
         if mean_column is not None:  # both are means over all targets of (z_ii - z_ij), in closed form
             pulled = 2 * paired_logits[own_texts].sum() - scale * (call.images.total() @ mean_column)
             total -= smoothing * pulled
-        # 3. those of texts, and the sum over ranks
+        # 3. the log-probabilities of texts, and the sum over ranks
         column_log_probs, value = _columns_and_value(call, column_stats, paired_logits, total)
         ctx.call, ctx.smoothing = call, smoothing
         ctx.save_for_backward(images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column)
@@ -222,7 +224,7 @@ class _Clip(torch.autograd.Function):
         kept, ctx.kept_logits = ctx.kept_logits, None
         # log-sum-exps, own pair included
         row_lse, column_lses = paired_logits[own_texts] - row_log_probs, paired_logits - column_log_probs
-        # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
+        # both softmaxes at the own pair minus the 1 of the target. expm1 avoids cancellation if pairs agree well
         d_own_pairs = torch.expm1(row_log_probs).add_(torch.expm1(column_log_probs[own_texts]))
         if smoothing:
             d_own_pairs += 2 * smoothing
@@ -242,7 +244,7 @@ class _Clip(torch.autograd.Function):
                 terms = call.run(clip_terms, products, tile.factors, *of_rows, call.splits, kept is not None)
                 # back to both towers
                 tile.add_grads_(terms, sums[0], column_sums)
-                del terms  # else it would be there next to the next tile
+                del terms  # otherwise it would still be in memory together with the next tile
             if smoothing and column_sums is not None:
                 pull = smoothing * call.images.total()
                 texts = slice(0, block.text_count)
@@ -262,7 +264,7 @@ class _Clip(torch.autograd.Function):
 def _stats_of_one_tile(
     call: TowerCall, scale: Tensor, mean_column: Tensor | None
 ) -> tuple[LogSumExp, Tensor, Tensor | None]:
-    """Return what ``_stats_of_tiles`` does of the only tile, and its logits if backward needs them: it is not computed twice."""
+    """Return the result of ``_stats_of_tiles`` for a single tile, and its logits if backward needs them, so that it is computed once."""
     block = call.gathered_block()
     keeps = call.trained and not call.takes_masks
     tile, products = next(call.tiles(block, scale))
@@ -280,7 +282,7 @@ def _stats_of_tiles(
     Args:
         call: The call.
         scale: Factor of the products, 0-dim.
-        mean_column: (D,), zeros, to which the means of the columns are added for the smoothed labels. None: they are not smoothed.
+        mean_column: (D,), zeros, to which the means of the columns are added for label smoothing. None if labels are not smoothed.
 
     Returns:
         Log-sum-exp of this rank's rows, and (t, 2) packed statistics of the columns with statistics on this rank.
@@ -304,18 +306,18 @@ def _stats_of_tiles(
 
 
 def _add_mean_column_(call: TowerCall, block: ColumnBlock, mean_column: Tensor) -> None:
-    """Add the mean of a block's columns among all of them, and of its texts among all texts."""
+    """Add a block's contribution to the mean of all columns, and to the mean of all texts."""
     mean_column.add_(block.columns.total() / call.width)
     mean_column.add_(block.columns.part(slice(0, block.text_count)).total() / call.total)
 
 
 def _own_log_probs(others: LogSumExp | RunningLogSumExp, own_logits: Tensor) -> Tensor:
-    """Compute the log-probability of each row's own pair among the others, its 1 put back: -log(1 + sum exp of the differences)."""
+    """Compute the log-probability of each row's own pair, including its 1: -log(1 + sum exp of the differences to the other pairs)."""
     return nn.functional.logsigmoid(-others.relative_to(own_logits))
 
 
 def _join_stats(own: Tensor, others: Tensor) -> Tensor:
-    """Join the statistics of two ranks for the same columns, (n, 2) each: the two numbers of ``LogSumExp``."""
+    """Join the statistics of two ranks for the same columns, (n, 2) each, i.e. the two numbers of ``LogSumExp``."""
     maxima, sums = torch.stack([own, others]).unbind(2)
     return torch.stack(LogSumExp.merged(maxima, sums), 1)
 
@@ -323,25 +325,25 @@ def _join_stats(own: Tensor, others: Tensor) -> Tensor:
 def _columns_and_value(
     call: TowerCall, column_stats: Tensor, paired_logits: Tensor, rows_total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities of the texts with known statistics, and the global loss.
+    """Compute the log-probabilities of the texts that have statistics, and the global loss.
 
     Args:
         call: The call.
-        column_stats: (t, 2), packed: complete in a ring, this rank's part else.
-        paired_logits: (t,), of each of these texts with its own image.
-        rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
+        column_stats: (t, 2), packed. In a ring they are complete, otherwise this rank's part.
+        paired_logits: (t,), logits of each of these texts with its own image.
+        rows_total: This rank's share of the sum of log-probabilities, without the texts.
 
     Communication: one gather of 2 G + 1 numbers. In a ring one handshake, and one gather on the device.
     """
     group, world = call.group, process_groups.world_size(call.group)
     if call.ring is None and world > 1:
-        # parts of all ranks, in rank order: the same on every rank
+        # parts of all ranks in rank order, so that the result is equal on every rank
         packed = torch.cat([column_stats.view(-1), rows_total.view(1)])
         gathered = gather_stacked(packed, group)
         maxima, sums = gathered[:, :-1].view(world, -1, 2).unbind(2)
         column_lse = LogSumExp.merged(maxima, sums)
         rows_total = gathered[:, -1].sum()
-    else:  # each rank knows its own texts' part
+    else:  # each rank has complete statistics of its own texts
         column_lse = LogSumExp(*column_stats.unbind(1))
     log_probs = _own_log_probs(column_lse, paired_logits)
     total = rows_total + log_probs.sum()

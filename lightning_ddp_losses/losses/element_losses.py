@@ -1,6 +1,6 @@
-"""Element losses as partial sums: pytorch-metric-learning's (PML) with its reducers, torch.nn's with their reduction, and PML's statistics.
+"""Element losses as partial sums: losses of pytorch-metric-learning (PML) with its reducers, losses of torch.nn, and PML's statistics.
 
-Uneven ranks then give the mean of one process, not a mean of means.
+With sums and divisors, uneven ranks yield the mean of one process instead of a mean of means.
 
 | reducer of PML | S_r | n_r |
 |---|---|---|
@@ -29,7 +29,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, GlobalSums, PartialSum
 from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
-# divided by the weights of the targets that count. LinearCrossEntropyLoss is new in torch 2.13
+# losses that divide by the weights of the targets that are not ignored. LinearCrossEntropyLoss is new in torch 2.13
 _CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
 
 
@@ -43,14 +43,14 @@ def element_losses(
     tuples: tuple[Tensor, ...] | None = None,
     references: tuple[Tensor, Tensor | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the element losses of local rows: alone for a sum over samples, against all rows for a sum over anchors.
+    """Return the element losses of local rows: of the rows only for a sum over samples, or against all rows for a sum over anchors.
 
     Args:
-        loss: PML's.
+        loss: The loss from PML.
         embeddings: (B, D), the rows or anchors.
         labels: (B,).
-        tuples: Local anchors and global others, from ``anchor_tuples``.
-        references: (G, D) rows and their (G,) labels. None: the rows themselves.
+        tuples: Tuples of local anchors and global positives and negatives, from ``anchor_tuples``.
+        references: Rows (G, D) and their labels (G,). If None, the rows themselves.
     """
     loss.reset_stats()
     return loss.compute_loss(embeddings, labels, tuples, *(references or (embeddings, labels)))  # type: ignore[no-any-return]
@@ -63,8 +63,8 @@ def partial_sums_of(
 
     Args:
         reducer: The loss's reducer, which ``pml_registry.can_split``.
-        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them. Under ``kept`` a mask of those that there are,
-            if a selection would wait for an accelerator.
+        loss_dict: Element losses by sub-loss, as returned by PML's ``compute_loss``. The key ``kept`` may contain a mask of valid elements,
+            because selecting them would wait for an accelerator.
         embeddings: (B, D), the rows of these losses.
         labels: (B,), their labels.
     """
@@ -81,7 +81,7 @@ def _partial_sum(
         return PartialSum(no_loss(embeddings), None if reduction.plain_sum else 0.0, name=name)
     if kind == "already_reduced":
         return PartialSum(_sum_over(losses, embeddings), full=True, name=name, counts=ONE_ELEMENT)
-    # pairs are averaged within their anchor first, if at all
+    # with a per-anchor reducer, pairs are first averaged within their anchor
     pairs = len(losses)
     if reduction.per_anchor and kind != "element":
         losses = _mean_per_anchor(losses, indices[0], embeddings.shape[0])
@@ -104,33 +104,33 @@ def _partial_sum(
     if reduction.given_divisor:
         divisor = info["divisor"]
     partial = PartialSum(total, divisor, name=name, counts=ElementCounts(elements, divisor, above_low, pairs))
-    # a NaN passes no limit: it would be lost if no element passes
+    # comparisons with NaN are false, so a NaN would be lost if no element passes
     if reduction.selects and partial.may_count_nothing:
         return replace(partial, total=total + no_loss(embeddings.detach()))
     return partial
 
 
 def embedding_term(loss: Any, embeddings: Tensor) -> Tensor:
-    """Return the regulariser of all ranks' embeddings, which every rank computes in full."""
+    """Return the regularizer of all ranks' embeddings, which every rank computes in full."""
     return loss.embedding_regularization_loss(embeddings)["losses"]  # type: ignore[no-any-return]
 
 
 def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
     """Return the sum of element losses, with the embeddings in its graph."""
     total = losses.sum()
-    # a sum that depends on them anyway is spared three passes over them, there and back
+    # if the sum already depends on the embeddings, three passes over them in forward and backward are saved
     if not embeddings.requires_grad or autograd_graph.depends_on(total, embeddings):
         return total
     return total + no_loss(embeddings)
 
 
 def no_loss(embeddings: Tensor) -> Tensor:
-    """Return 0, with the embeddings in its graph. It is NaN, as PML's own zero loss, if they hold NaN or an infinity."""
+    """Return 0, with the embeddings in its graph. Like PML's zero loss, it is NaN if they contain NaN or an infinity."""
     return torch.sum(embeddings * 0)
 
 
 def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, float | Tensor]:
-    """Return the losses that are there and pass, and how many they are."""
+    """Return the valid losses that pass, and their number."""
     if kept is None:
         if not reduction.selects:
             return losses, losses.numel()
@@ -140,7 +140,7 @@ def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -
     if losses.is_cpu:
         selected = losses[passes]
         return selected, selected.numel()
-    # a selection would wait for its size
+    # a selection would wait for its size, so losses that do not pass become 0
     return torch.where(passes, losses, 0), passes.sum()
 
 
@@ -159,16 +159,16 @@ def torch_partial_sum(loss: Any, rows: Tensor, args: tuple[Any, ...], kwargs: di
 
     Args:
         loss: A loss of torch.nn with ``reduction`` "mean", "batchmean" or "sum".
-        rows: The first one of its inputs.
+        rows: Its first input.
         args: Its inputs, this rank's rows.
         kwargs: Its inputs by keyword.
 
     Raises:
-        InputError: where broadcasting compares every row with every other: that is no sum over rows.
+        InputError: if broadcasting compares every row with every other row, which is not a sum over rows.
     """
-    # element losses: the loss itself, unreduced
+    # element losses are the unreduced loss
     reduction = loss.reduction
-    object.__setattr__(loss, "reduction", "none")  # a module's own way to set an attribute takes longer
+    object.__setattr__(loss, "reduction", "none")  # nn.Module.__setattr__ takes longer
     try:
         losses = loss(*args, **kwargs)
     finally:
@@ -179,7 +179,7 @@ def torch_partial_sum(loss: Any, rows: Tensor, args: tuple[Any, ...], kwargs: di
 
 
 def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor | None:
-    """Return torch's divisor of the sum of these elements. None for a sum."""
+    """Return torch's divisor of the sum of these elements, or None if the reduction is a sum."""
     if loss.reduction == "sum":
         return None
     if loss.reduction == "batchmean":
@@ -192,7 +192,7 @@ def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dic
 
 
 def _refuse_broadcast(loss: Any, given: Sequence[Any], losses: Tensor) -> None:
-    """Refuse (n, 1) with (n,): it makes n x n differences in one process, and a rank would see those of its rows alone."""
+    """Reject (n, 1) with (n,), which yields n x n differences in one process, while a rank would only compute those of its rows."""
     batches = [value for value in given if isinstance(value, Tensor) and value.ndim]
     if not batches or losses.numel() <= max(batch.numel() for batch in batches):
         return
@@ -207,7 +207,7 @@ def _refuse_broadcast(loss: Any, given: Sequence[Any], losses: Tensor) -> None:
 
 
 def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
-    """Return the sum of the class weights of the targets that count. A selection would wait for its size."""
+    """Return the sum of the class weights of targets that are not ignored, without a selection, which would wait for its size."""
     counts = target != (-100 if ignore_index is None else ignore_index)  # torch's default
     if weight is None:
         return counts.sum()
@@ -218,7 +218,7 @@ def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) 
 
 
 def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
-    """Record the mean norms of all ranks' rows, on the distance that compared them."""
+    """Record the mean norms of all ranks' rows on the distance that compared them."""
     with torch.no_grad():
         distance.reset_stats()
         normalized = (distance.maybe_normalize(rows) for rows in (embeddings, references))
@@ -233,13 +233,13 @@ def record_counts(loss: Any, sums: GlobalSums) -> None:
 
 def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
     """Record the numbers of elements of one sub-loss over all ranks, on its reducers."""
-    # reducers that average per anchor got the pairs, the last one the averages
+    # reducers that average per anchor received the pairs, and the last reducer received the averages
     *per_anchor, last = reducer_chain(loss.reducer, name)
     for reducer, size in (*((each, counts.pairs) for each in per_anchor), (last, counts.elements)):
         reducer.reset_stats()
         if reducer.collect_stats:
             reducer.losses_size = max(int(size), 1)  # a sub-loss without elements is the number 0
-    # elements that passed the limits, or the divisor, in the attributes of PML 2.9
+    # numbers of elements that passed the limits, or the divisor, in the attributes of PML 2.9
     reduction = reduction_of(last)
     if reduction is None or not last.collect_stats:
         return

@@ -167,7 +167,7 @@ def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[s
     rows, start = len(positives), 0
     chunks = []
     while start < rows:
-        # as many rows as fit, and more until they are valid input for the loss
+        # take as many rows as fit, and add rows until they are valid input for the loss
         stop = min(start + size, rows)
         while stop < rows and not enough_pairs(positives[start:stop], negatives[start:stop], mined=mined):
             stop = min(stop + size, rows)

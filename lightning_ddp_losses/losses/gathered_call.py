@@ -1,18 +1,18 @@
-"""The arguments of one call over all ranks: named, gathered, checked, with one seed and one numbering of rows for all.
+"""The arguments of one call over all ranks: named, gathered and checked, with a shared seed and a global numbering of rows.
 
-``PMLCall`` is a call of a pytorch-metric-learning (PML) loss or miner. Its arguments have meanings: labels, references, a miner's
-tuples. ``TensorCall`` is one of any other loss: every tensor is a batch. With them come the random numbers that are the same
+``PMLCall`` is a call of a pytorch-metric-learning (PML) loss or miner, whose arguments have fixed meanings: labels, references, index
+tuples. ``TensorCall`` is a call of any other loss, where every tensor is a batch. This module also provides random numbers that are equal
 on every rank (``SeedCounter``, ``shared_seed``, ``same_draws``).
 
-PML's ``SelfSupervisedLoss`` is no separate formula: row i of one view has the identity of row i of the other, and the loss inside it
-compares rows by these labels. PML numbers the rows of one process, so each rank would count from 0 again. Here the rows of both views are
-one batch per rank, and the identities are counted over all ranks. Then every evaluation of labelled rows evaluates two views.
+PML's ``SelfSupervisedLoss`` does not have a formula of its own. Row i of one view gets the same label as row i of the other view, and the
+wrapped loss compares rows by these labels. PML numbers the rows of one process, so each rank would start again at 0. Here the rows of both
+views form one batch per rank, and labels are numbered over all ranks. Every evaluation of labelled rows can then evaluate two views.
 
-* symmetric: the loss inside gets both views as rows of one batch (SimCLR's objective with ``NTXentLoss``).
-* one way (``symmetric=False``): the rows of one view are anchors, those of the other references.
+* symmetric: the wrapped loss receives both views as rows of one batch (SimCLR's objective with ``NTXentLoss``).
+* one way (``symmetric=False``): the rows of one view are anchors, and the rows of the other view are references.
 
-Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves where there
-are no others).
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves if there are
+no separate references).
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout
 from lightning_ddp_losses.losses.pml_registry import LossFacts
 
 _SEED = struct.Struct("<QQ")
-# PML asks whether the references are the very same tensors as the rows
+# PML checks whether references and rows are the same tensor objects
 _REFERENCES = {"ref_emb": "embeddings", "ref_labels": "labels"}
 
 
 _SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
-_TWO_VIEWS = ("embeddings", "ref_emb")  # how ``SelfSupervisedLoss`` calls its views
+_TWO_VIEWS = ("embeddings", "ref_emb")  # names of the views in ``SelfSupervisedLoss``
 
 
 # ---------------------------------------------------------------------- arguments of this rank, by name
 
 
 class ArgumentRules(NamedTuple):
-    """What the arguments of a loss or miner may be.
+    """Rules for the arguments of a loss or miner.
 
     Attributes:
-        names: Names of the positional ones.
+        names: Names of the positional arguments.
         are_class_labels: True if labels are compared for equality.
         are_of_pml: True if embeddings and labels have the shapes that pytorch-metric-learning expects.
     """
@@ -65,25 +65,25 @@ class ArgumentRules(NamedTuple):
 
     @classmethod
     def of(cls, inner: nn.Module, names: Sequence[str]) -> ArgumentRules:
-        """Return the rules of a loss or miner, whose positional arguments have these names."""
+        """Return the rules of a loss or miner whose positional arguments are called ``names``."""
         return cls(tuple(names), pml_registry.takes_class_labels(inner), pml_registry.is_of_pml(inner))
 
 
 def by_name(
     title: str, inner: nn.Module, rules: ArgumentRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a call's arguments by name, without those that are None.
+    """Return a call's arguments by name, leaving out arguments that are None.
 
     Args:
         title: Name of the call in messages.
         inner: The loss or miner.
-        rules: What its arguments may be.
+        rules: Rules for its arguments.
         args: Positional arguments.
-        kwargs: Arguments by name.
+        kwargs: Keyword arguments.
 
     Raises:
-        InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
-            embeddings that are not (n, D).
+        InputError: for more positional arguments than names, for an argument that is given twice, for labels that are not class indices,
+            and for embeddings that are not (n, D).
     """
     names = rules.names
     twice = [name for name in names[: len(args)] if name in kwargs]
@@ -106,7 +106,7 @@ def by_name(
 
 
 def refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse labels that are no class indices: a second view in their place, one-hot rows, flags, or floating numbers."""
+    """Reject labels that are not class indices: a second view passed as labels, one-hot rows, booleans, or floating-point numbers."""
     for name in ("labels", "ref_labels"):
         labels = given.get(name)
         if not isinstance(labels, Tensor):
@@ -126,7 +126,7 @@ def refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> Non
 
 
 def has_label_rows(given: Mapping[str, Any]) -> bool:
-    """Return whether labels have several columns. Whether they are one-hot rows depends on their values."""
+    """Return whether labels are 2-dim, in which case their values determine whether they are one-hot rows."""
     labels = (given.get("labels"), given.get("ref_labels"))
     return any(isinstance(each, Tensor) and each.ndim == 2 for each in labels)
 
@@ -138,7 +138,7 @@ def _is_one_hot(rows: Tensor) -> bool:
 
 
 def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
-    """Refuse embeddings and labels of other shapes than PML's."""
+    """Reject embeddings and labels whose shapes PML does not support."""
     for name, shape, dimensions in _SHAPES:
         value = given.get(name)
         if value is None or (isinstance(value, Tensor) and value.ndim == dimensions):
@@ -151,7 +151,7 @@ def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
 
 
 def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments as ``labelled_loss(loss)`` takes them. ``PMLCall`` adds the labels.
+    """Return a call's arguments in the form that ``labelled_loss(loss)`` expects. ``PMLCall`` adds the labels.
 
     Args:
         loss: The loss that was called, which takes two views.
@@ -159,10 +159,10 @@ def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> di
         given: Its arguments by name.
 
     Returns:
-        Both views as (2 B, D) ``embeddings`` if ``stacks_views``, else the arguments as they are.
+        Both views as (2 B, D) ``embeddings`` if ``stacks_views``, else the unchanged arguments.
 
     Raises:
-        InputError: for a view that is missing, no tensor, or of another shape than the other.
+        InputError: if a view is missing or not a tensor, or if the shapes of the views differ.
     """
     _refuse_views(title, given)
     if not pml_registry.stacks_views(loss):
@@ -175,10 +175,10 @@ def identities_of(counts: Sequence[int], device: torch.device) -> Tensor:
 
     Args:
         counts: Rows of each rank, both views together.
-        device: Their device.
+        device: Device of the labels.
 
     Returns:
-        (2 G,) int64, a sample's number over all ranks, for both of its rows.
+        (2 G,) int64, the global index of each row's sample, equal for both views of the sample.
     """
     samples = torch.arange(sum(counts) // 2, device=device)
     parts = torch.split(samples, [rows // 2 for rows in counts])
@@ -186,14 +186,14 @@ def identities_of(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def by_view(rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the rows of one process, the first view of all ranks before the second, from rows in the order of ``identities_of``."""
+    """Reorder rows from the order of ``identities_of`` to that of one process, where the first view of all ranks precedes the second."""
     sizes = [both // 2 for both in counts for _ in _TWO_VIEWS]
     parts = torch.split(rows, sizes)
     return torch.cat([*parts[0::2], *parts[1::2]])
 
 
 def fix_for_views(loss: nn.Module) -> str:
-    """Return advice how two views are given to a loss that was called with the second in the place of labels."""
+    """Return advice on how to pass two views to a loss that was called with the second view instead of labels."""
     name = type(loss).__name__
     if name in SelfSupervisedLoss.supported_losses():
         return f"Two views without labels: GlobalBatchLoss(SelfSupervisedLoss({name}(...)))(view1, view2)."
@@ -218,7 +218,7 @@ def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str, Any]) -> None:
-    """Refuse labels of the references if the rows have none."""
+    """Reject labels of the references if the rows do not have labels."""
     is_half_labelled = "labels" not in given and "ref_labels" in given and "ref_emb" in given
     expect(
         not is_half_labelled or facts.pairs_views,
@@ -230,11 +230,11 @@ def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str,
 
 
 class CallBatches(NamedTuple):
-    """What is gathered of a call's arguments.
+    """The arguments of a call that are gathered.
 
     Attributes:
-        tensors: Batches by name, each tensor once, then the index tensors of this rank's own tuples.
-        aliases: Names of arguments that are the same tensor as another one, whose name follows.
+        tensors: Batches by name, each tensor once, followed by the index tensors of tuples that this rank mined locally.
+        aliases: Maps names of arguments to the name of another argument that is the same tensor.
         num_indices: Number of index tensors.
     """
 
@@ -251,7 +251,7 @@ class CallBatches(NamedTuple):
             given: Its arguments by name, none of them None.
 
         Raises:
-            InputError: for tuples of a wrong form.
+            InputError: for malformed tuples.
         """
         tensors: dict[str, Tensor] = {}
         aliases: dict[str, str] = {}
@@ -263,7 +263,7 @@ class CallBatches(NamedTuple):
                 aliases[name] = own
             else:
                 tensors[name] = value
-        # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes), and is gathered like any batch
+        # a tensor is not a tuple of indices but contains a value per row (ManifoldLoss's classes), and is gathered like any batch
         tuples = given.get("indices_tuple")
         if tuples is None or isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
             return cls(tensors, aliases, 0)
@@ -275,24 +275,24 @@ class CallBatches(NamedTuple):
 
 
 class PMLCall:
-    """The arguments of a call over all ranks. Tensors that one process keeps apart stay apart.
+    """The arguments of a call over all ranks. Arguments that are different tensors in one process remain different tensors.
 
     Args:
         inner: The loss or miner.
         facts: Facts of its class.
         given: Its arguments by name, none of them None.
-        batches: What was gathered of them.
-        gathered: The same of all ranks.
+        batches: The arguments that were gathered.
+        gathered: The gathered batches of all ranks.
         rank: This rank.
-        two_views: The embeddings are both views of each sample, the first view's rows before the second's.
+        two_views: True if the embeddings are both views of each sample, where all rows of the first view precede the second view.
 
     Attributes:
         given: Arguments of this rank.
         arguments: The arguments over all ranks, for ``inner(**arguments)``.
-        args: Those without a name: none.
+        args: Positional arguments: always empty.
         counts: Rows of each rank, per gathered tensor.
-        extras: The bytes that each rank has sent next to them.
-        local_labels: This rank's labels, or its identities if no labels were given.
+        extras: The additional bytes that each rank has sent.
+        local_labels: This rank's labels, or its generated labels if no labels were given.
     """
 
     def __init__(
@@ -314,13 +314,13 @@ class PMLCall:
         names = list(batches.tensors)
         self.counts = dict(zip(names, gathered.counts, strict=True))
         self.extras = gathered.extras
-        # every rank sees every rank's numbers of rows
+        # every rank has the row counts of all ranks, so all ranks raise the same error
         self._refuse_lengths()
         tuples = given.get("indices_tuple")
         if isinstance(tuples, row_tuples.GlobalTuples):
             references = None if facts.own_references else self.total_references
             tuples.check(type(inner).__name__, self.total_rows, references)
-        # the loss gets the rows of all ranks, with tuples that count them
+        # the loss receives the rows of all ranks, and tuples with global indices
         arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
         if batches.num_indices:
             indices = [arguments.pop(f"index {place}") for place in range(batches.num_indices)]
@@ -333,7 +333,7 @@ class PMLCall:
         if tuples is not None and not isinstance(tuples, Tensor):
             rows = given.get("embeddings")
             arguments["indices_tuple"] = tuple(_on_device_of(rows, index) for index in tuples)
-        # other arguments (a flag, a number) do not travel
+        # other arguments (a flag, a number) are not sent
         for name, value in given.items():
             arguments.setdefault(name, value)
         self.arguments = arguments
@@ -341,25 +341,25 @@ class PMLCall:
 
     @property
     def seed(self) -> int:
-        """Seed of random draws, the same on every rank."""
+        """Seed of random draws, equal on every rank."""
         return shared_seed(self._gathered)
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Arguments by name over all ranks, in the order of one process."""
+        """Arguments by name over all ranks, with rows in the order of one process."""
         if not self._two_views:
             return self.arguments
-        # a loss that draws random numbers draws by the order of rows
+        # random numbers that a loss draws depend on the order of rows
         counts = self.counts["embeddings"]
         return {name: by_view(self.arguments[name], counts) for name in ("embeddings", "labels")}
 
     @property
     def batches(self) -> Iterable[Any]:
-        """Gathered tensors, and the other arguments."""
+        """Gathered tensors and all other arguments."""
         return self.arguments.values()
 
     def is_bf16_on_all_ranks(self) -> bool:
-        """Return whether every rank gave its rows in bfloat16. Known where several ranks have gathered them."""
+        """Return whether every rank passed its rows in bfloat16. In a group of one rank, always True."""
         by_name = zip(self.counts, self._gathered.dtypes, strict=True)
         of_rows = [dtypes for name, dtypes in by_name if name in ("embeddings", "ref_emb")]
         return all(len(dtypes) == 1 or {*dtypes} == {torch.bfloat16} for dtypes in of_rows)
@@ -376,31 +376,31 @@ class PMLCall:
 
     @cached_property
     def bound(self) -> tuple[int, int]:
-        """Global rows of this rank: first, one past the last."""
+        """Range of this rank's rows among the global rows: first, one past the last."""
         counts = self.counts["embeddings"]
         start = sum(counts[: self._rank])
         return start, start + counts[self._rank]
 
     @cached_property
     def references(self) -> Tensor:
-        """Rows of the references over all ranks, or the anchors."""
+        """Rows of the references over all ranks, or the anchors if there are no separate references."""
         return self.arguments.get("ref_emb", self.arguments["embeddings"])  # type: ignore[no-any-return]
 
     @cached_property
     def ref_labels(self) -> Tensor | None:
-        """Labels of the references, or of the anchors if there are no others."""
+        """Labels of the references, or of the anchors if there are no separate references."""
         labels = self.arguments.get("labels")
         if "ref_emb" in self.arguments:
             return self.arguments.get("ref_labels", labels)
         return labels
 
     def bounds(self, name: str = "embeddings") -> list[tuple[int, int]]:
-        """Return the global rows of each rank: first, one past the last."""
+        """Return the range of each rank's rows among the global rows: first, one past the last."""
         stops = itertools.accumulate(self.counts[name])
         return [(stop - rows, stop) for rows, stop in zip(self.counts[name], stops, strict=True)]
 
     def rows_possible(self) -> bool:
-        """Return whether each rank may evaluate its own anchors. All ranks get the same answer."""
+        """Return whether each rank may evaluate its own anchors. Equal on all ranks."""
         labels, ref_labels = self.arguments.get("labels"), self.ref_labels
         if labels is None or ref_labels is None:
             return False
@@ -409,14 +409,14 @@ class PMLCall:
         return row_tuples.are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
 
     def global_pair_counts(self) -> tuple[int, int]:
-        """Return how many positive and negative pairs the labels of all ranks make."""
+        """Return the numbers of positive and negative pairs among the rows of all ranks, according to labels."""
         labels, ref_labels = self._all_labels()
         matching = int(self._matching.sum())
         self_pairs = len(labels) * (ref_labels is labels)
         return matching - self_pairs, len(labels) * len(ref_labels) - matching
 
     def local_pair_counts(self) -> tuple[Tensor, Tensor]:
-        """Return, (B,) each, the numbers of positives and negatives of this rank's anchors, on the host."""
+        """Return the numbers of positives and negatives of this rank's anchors, (B,) each, on the host."""
         labels, ref_labels = self._all_labels()
         mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
         if mined is not None:
@@ -424,14 +424,14 @@ class PMLCall:
                 [row_tuples.count_indices(anchors, len(labels)) for anchors in row_tuples.named_anchors(mined)]
             )
             on_host = counts[:, start:stop].cpu()
-            # those of pairs are two kinds, a triplet has both
+            # pairs have two lists of anchors, triplets have one
             return on_host[0], on_host[-1]
-        # a row has its own label, but is no partner of itself
+        # a row matches its own label but is not its own partner
         matching = self._matching[start:stop]
         return matching - int(ref_labels is labels), len(ref_labels) - matching
 
     def local_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
-        """Return pairs or triplets of this rank's anchors, or of some of its rows, counted from the first of them."""
+        """Return pairs or triplets of this rank's anchors, or of the rows in ``part``, with anchors numbered from the first row."""
         labels, ref_labels = self._all_labels()
         mined, bounds = self.arguments.get("indices_tuple"), self.bound
         if part is not None:
@@ -444,25 +444,25 @@ class PMLCall:
         )
 
     def ranks_with_local_identities(self) -> int:
-        """Return on how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
+        """Return the number of ranks whose labels are 0, 1, 2, ... (once, or once per view)."""
         labels = self.arguments["labels"]
         return sum(_counts_from_zero(labels[start:stop]) for start, stop in self.bounds("labels"))
 
     def moves_pairs(self) -> bool:
-        """Return whether rows are paired by their place, and a rank's other number of references moves those of the ranks after it."""
+        """Return whether rows are paired by index, and different numbers of rows and references on a rank shift pairs of later ranks."""
         if not self._facts.pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
             return False
         starts = [start for start, _ in self.bounds()]
         return starts != [start for start, _ in self.bounds("ref_emb")]
 
     def rows_to_remember(self) -> int:
-        """Return how many rows go to a cross-batch memory: all, or those that ``enqueue_mask`` marks."""
+        """Return how many rows are added to a cross-batch memory: all rows, or the rows selected by ``enqueue_mask``."""
         mask = self.arguments.get("enqueue_mask")
         return self.total_rows if mask is None else int(mask.sum())
 
     @cached_property
     def _matching(self) -> Tensor:
-        """(G,), how many references have each row's label, on the host."""
+        """(G,), the number of references with each row's label, on the host."""
         return row_tuples.same_label_counts(*self._all_labels())
 
     def _all_labels(self) -> tuple[Tensor, Tensor]:
@@ -471,7 +471,7 @@ class PMLCall:
         return self.arguments["labels"], ref_labels
 
     def _refuse_lengths(self) -> None:
-        """Refuse labels or a mask of another length than their rows. Every rank sees every rank's numbers."""
+        """Reject labels or masks whose length differs from the number of rows on any rank. All ranks raise the same error."""
         pairs_of_names = [("labels", "embeddings"), ("ref_labels", "ref_emb"), ("enqueue_mask", "embeddings")]
         if self._identities_wanted:
             pairs_of_names.append(("ref_emb", "embeddings"))
@@ -486,7 +486,7 @@ class PMLCall:
                 )
 
     def _add_identities_(self, arguments: dict[str, Any]) -> None:
-        """Number the rows of two views without labels: row i of one belongs to row i of the other, over all ranks."""
+        """Add labels to two unlabelled views, so that row i of one view matches row i of the other, unique over all ranks."""
         device = arguments["embeddings"].device
         if self._two_views:
             labels = identities_of(self.counts["embeddings"], device)
@@ -498,22 +498,22 @@ class PMLCall:
         arguments["labels"] = labels
 
     def _renumbered(self, indices: list[Tensor]) -> list[Tensor]:
-        """Return local tuples of all ranks as global ones: anchors count rows, the others count references."""
+        """Convert local tuples of all ranks to global indices: anchors index rows, and positives and negatives index references."""
         references = "ref_emb" if "ref_emb" in self.counts else "embeddings"
-        # of pairs, of positives and of negatives, or of triplets
+        # four tensors are positive pairs and negative pairs, three are triplets
         names = ["embeddings", references] * 2 if len(indices) == 4 else ["embeddings", references, references]
-        # of each rank: where its rows begin, their number, and that of its indices
+        # for each rank: offset and number of its rows, and number of its indices
         starts = [[start for start, _ in self.bounds(of)] for of in names]
         rows = [self.counts[of] for of in names]
         counts = [self.counts[f"index {position}"] for position in range(len(indices))]
         table = torch.tensor([starts, rows, counts]).to(indices[0].device, non_blocking=True)
         renumbered, are_of_others = [], []
         for index, *numbers, times in zip(indices, *table.unbind(), strict=True):
-            # those of the rank that each index comes from
+            # values of the rank from which each index was received
             start, limit = (number.repeat_interleave(times, output_size=len(index)) for number in numbers)
             are_of_others.append(((index < 0) | (index >= limit)).any())
             renumbered.append(index + start)
-        # out-of-range indices would address another rank's rows: one wait for an accelerator, as the miner has forced one already
+        # out-of-range indices would address another rank's rows. On an accelerator this synchronizes once, as the miner already has
         if not self._facts.own_references and bool(torch.stack(are_of_others).any()):
             for are_wrong, index, times, of in zip(are_of_others, indices, counts, names, strict=True):
                 if are_wrong:
@@ -521,10 +521,10 @@ class PMLCall:
         return renumbered
 
     def _refuse_indices(self, index: Tensor, counts: list[int], of: str) -> NoReturn:
-        """Refuse tuples of rows that a rank has not: it mined something else."""
+        """Reject index tuples that point outside this rank's rows."""
         lines = []
         for own, rows in zip(torch.split(index.cpu(), counts), self.counts[of], strict=True):
-            # a rank without tuples has no range
+            # a rank without tuples does not have a range
             lines.append(f"{int(own.min())} to {int(own.max())} for {rows} rows" if own.numel() else "none")
         raise InputError(
             f"{type(self._inner).__name__}: indices_tuple",
@@ -536,12 +536,12 @@ class PMLCall:
 
 
 def _on_device_of(rows: Any, index: Tensor) -> Tensor:
-    """Return a miner's indices on the device of the rows: some miners make them on the host, where torch's indexing takes them too."""
+    """Move a miner's indices to the device of the rows. Some miners return them on the host, which torch's indexing also accepts."""
     return index.to(rows.device) if isinstance(rows, Tensor) else index
 
 
 def _counts_from_zero(labels: Tensor) -> bool:
-    """Return whether labels are 0, 1, 2, ..., or that twice (two views)."""
+    """Return whether labels are 0, 1, 2, ..., either once or twice in a row (two views)."""
     rows = len(labels)
     if rows < 3:
         return False
@@ -555,15 +555,15 @@ def _counts_from_zero(labels: Tensor) -> bool:
 
 
 def batches_in(title: str, values: Mapping[int | str, Any], layout: SampleLayout) -> dict[str, Tensor]:
-    """Return the batches of a call by path, their samples along dim 0.
+    """Return the batches of a call by path, with samples along dim 0.
 
     Args:
         title: Name of the loss in messages.
         values: Arguments by position and name. Batches may also be inside lists, tuples and dicts.
-        layout: Where their samples are.
+        layout: The dimension and views of samples in each argument.
 
     Raises:
-        InputError: for a batch in a container that is no plain list, tuple or dict, and for rows that are not views of samples.
+        InputError: for a batch in a container that is not a plain list, tuple or dict, and for rows that are not views of samples.
     """
     batches: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -585,7 +585,7 @@ def batches_in(title: str, values: Mapping[int | str, Any], layout: SampleLayout
 
 
 def _tensors_by_path(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that ``inputs.map_tensors`` finds, in its order, with their paths."""
+    """Yield the tensors that ``inputs.map_tensors`` finds, with their paths and in the same order."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         yield path, value
@@ -598,18 +598,18 @@ def _tensors_by_path(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 class TensorCall:
-    """The arguments of a call over all ranks, also in lists, tuples and dicts. 0-dim tensors and other values stay as they are.
+    """The arguments of a call over all ranks, also in lists, tuples and dicts. 0-dim tensors and other values are not changed.
 
     Args:
         args: Positional arguments of this rank.
-        kwargs: The same by name.
-        layout: Where the samples of the arguments are.
+        kwargs: Keyword arguments of this rank.
+        layout: The dimension and views of samples in each argument.
         gathered: The batches of all ranks, in the order of ``batches_in``.
 
     Attributes:
-        args: The arguments over all ranks.
-        kwargs: The same by name.
-        batches: Those that were gathered.
+        args: Positional arguments over all ranks.
+        kwargs: Keyword arguments over all ranks.
+        batches: The gathered tensors.
     """
 
     def __init__(
@@ -632,12 +632,12 @@ class TensorCall:
 
     @property
     def seed(self) -> int:
-        """Seed of random draws, the same on every rank."""
+        """Seed of random draws, equal on every rank."""
         return shared_seed(self._gathered)
 
 
 def _next_of(everyone: Iterator[Tensor], layout: SampleLayout, name: int | str, own: Tensor) -> Tensor:
-    """Return the next gathered tensor in place of this rank's. A 0-dim tensor was not gathered."""
+    """Return the next gathered tensor to replace this rank's tensor. 0-dim tensors were not gathered and are returned unchanged."""
     return layout.as_given(name, next(everyone)) if own.ndim else own
 
 
@@ -648,7 +648,7 @@ class SeedCounter(CountedDraws):
     """Seeds each call of a module."""
 
     def next(self) -> bytes:
-        """Return this rank's seed for one more call, to travel with the call's handshake."""
+        """Return this rank's seed for the next call, which is sent in the call's handshake."""
         self.number += 1
         return _SEED.pack(torch.initial_seed() % (1 << 63), self.number)
 
@@ -669,8 +669,8 @@ def same_draws(seed: int, tensors: Iterable[object]) -> Iterator[None]:
     """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them afterwards.
 
     Args:
-        seed: The same on every rank.
-        tensors: Inputs of the call. Generators of their devices are seeded too.
+        seed: Must be equal on every rank.
+        tensors: Inputs of the call. Generators of their devices are also seeded.
     """
     generators = torch_generators(t.device for t in tensors if isinstance(t, Tensor))
     with preserve_random_state([*generators, c_f.NUMPY_RANDOM], seed=seed):

@@ -1,6 +1,6 @@
-"""`GlobalBatchLoss`: any loss, as if on the concatenated global batch, with the exact gradient. `GlobalBatchMiner`: any miner.
+"""`GlobalBatchLoss` and `GlobalBatchMiner`: any loss or miner, as if called on the concatenated global batch, with the exact gradient.
 
-A call is validated, an evaluation that is exact for it is chosen (``evaluations``), and that runs.
+Each call is validated, and then evaluated by a method that is exact for it (``evaluations``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size.
 """
@@ -62,15 +62,15 @@ from lightning_ddp_losses.losses.tiled import TiledCall, TiledPlan, tiled_plan
 from lightning_ddp_losses.losses.tuples import GlobalTuples
 
 _POSITION = "queue_position.position"  # key in a state dict
-_WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own rows
+_WATCHED_CALLS = 3  # number of first calls that check for labels which each rank has numbered separately
 
 
 class PreparedCall(NamedTuple):
     """One call whose arguments were checked on this rank.
 
     Attributes:
-        args: Positional arguments. The evaluation gets them in the dtype of the computation.
-        kwargs: Arguments by name.
+        args: Positional arguments, in the dtype of the computation when the evaluation runs.
+        kwargs: Keyword arguments.
         rules: Rules for all calls of the loss.
         plan: Rules for the calls with this signature.
         must_match: Values of this call that must be equal on all ranks.
@@ -89,67 +89,70 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
 
     Args:
-        loss: Any loss module: pytorch-metric-learning's (PML), lightly's, torch.nn's, your own. Or a function of tensors, as for one
-            process: a batch Dice, a covariance.
-        mode: ``"replicated"``: gather all rows, every rank computes the full loss. Exact for every deterministic loss.
-            ``"rows"``: each rank computes its own anchors against all rows, for losses of PML that are a sum over anchors. For all other
-            losses: rows stay on their rank and sums are exchanged, operator by operator (``global_rows``).
-            ``"elements"``: no rows are gathered, for losses that are a sum over samples. ``"moments"``: sums of D x D products travel, for
-            lightly's ``BarlowTwinsLoss`` and ``VICRegLoss``. ``"auto"``: the cheapest that
-            is exact for this loss and this call (of PML's losses ``rows`` from a few dozen or hundred global rows on: fewer are computed
-            in full). For a function ``rows``. For other modules ``replicated``: it takes the fewest exchanges, and whatever a module keeps
-            from call to call. Large rows of few sums, as images for a Dice, are worth ``"rows"``.
-        backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
-            gradient). ``"sum"``: coefficients may differ by rank, at the cost of a collective in backward.
-        batch_dims: Dimension that counts samples, by argument position or name, for losses that are not PML's (default
-            0). None marks a tensor that is no batch.
-        views: Number of views in the rows of the first argument, or of each argument by position or name, for losses that are not PML's
-            and pair rows by their place: rows are ``torch.cat`` of the views, (views * B, ...).
-        tile_bytes: The most that one tile of distances may take, in ``rows``. None: a size that is fast on the device. Rows are evaluated
-            in tiles and once more in backward, so memory grows with G, not with its square.
-        gather: ``"all"``: every rank holds all rows. The two-tower losses also know ``"ring"``.
-        compile_tiles: What computes the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
-            hand-written kernels of SupCon, if each rank has an NVIDIA GPU and triton, and 2^24 pairs or more, as the mean over ranks
-            (not measured), else torch's operators. False: these. True: ``torch.compile``. All ranks compile at the first call. If it
-            fails on any, all compute eagerly, with a warning. With True, SupCon of 65,536 rows took 344 ms and 769 MiB in place of 380
-            and 1,286, of 1,024 rows 1.2 times as long (NVIDIA H200, torch 2.11, float32).
+        loss: Any loss module from pytorch-metric-learning (PML), lightly, torch.nn or your own code. Or a function of tensors, written for
+            one process, such as a batch Dice or a covariance.
+        mode: ``"replicated"``: gather all rows, and compute the full loss on every rank. Exact for every deterministic loss.
+            ``"rows"``: for PML losses that are a sum over anchors, each rank evaluates its own anchors against all rows. For all other
+            losses, rows stay on their rank and sums are exchanged, operator by operator (``global_rows``).
+            ``"elements"``: for losses that are a sum over samples, no rows are gathered. ``"moments"``: for lightly's
+            ``BarlowTwinsLoss`` and ``VICRegLoss``, sums of D x D products are exchanged. ``"auto"``: the cheapest mode that is exact for
+            this loss and call. PML losses then use ``rows`` from a few dozen or hundred global rows on, and compute smaller batches in
+            full. Functions use ``rows``. Other modules use ``replicated``, which takes the fewest exchanges and supports any state that a
+            module keeps between calls. ``"rows"`` pays off for large rows with few sums, such as images for a Dice.
+        backward: Use ``"own_slice"`` if every rank multiplies the returned loss by the same factor; otherwise gradients are wrong.
+            With ``"sum"``, factors may differ between ranks, at the cost of a collective in backward.
+        batch_dims: Dimension of the samples, by argument position or name, for losses that are not from PML (default 0). None marks a
+            tensor that is not a batch.
+        views: Number of views in the rows of the first argument, or of each argument by position or name, for losses that are not from
+            PML and that pair rows by index: rows are ``torch.cat`` of the views, (views * B, ...).
+        tile_bytes: Maximum size in bytes of one tile of distances in ``rows``. If None, a size that is fast on the device. Rows are
+            evaluated in tiles, and again in backward, so memory grows linearly with G.
+        gather: ``"all"``: every rank holds all rows. The two-tower losses also support ``"ring"``.
+        compile_tiles: How to compute the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
+            hand-written kernels for SupCon if every rank has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per
+            rank (not measured), otherwise torch's operators. False: torch's operators. True: ``torch.compile``. All ranks compile in the
+            first call. If this fails on any rank, all ranks compute eagerly and a warning is issued. With True, SupCon with 65,536 rows
+            took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with 1,024 rows (NVIDIA H200, torch 2.11,
+            float32).
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
-            ``"float32"``, ``"bf16"`` or ``"auto"``. All else (few rows) is float32.
-        name: Name that tells this loss from others of its kind, which every rank must call in one order. None: its path in the module
-            that a strategy trains, else the order of their making.
-        check_weights: Compare the loss's weights between the ranks, a sixteenth of them in each call: the loss belongs into the model
-            that ``DistributedDataParallel`` wraps, or into a separate one. In ``replicated`` also compare the value of the call before.
-            ``False`` if ranks average weights every few steps.
-        group: Process group. None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
+            ``"float32"``, ``"bf16"`` or ``"auto"``. Everything that is not evaluated in tiles (such as few rows) is float32.
+        name: Name that distinguishes this loss from others of its kind, which every rank must call in the same order. If None, the path in
+            the module that a strategy trains, otherwise the order of construction.
+        check_weights: Compare the loss's weights between the ranks, one sixteenth of them in each call. Place the loss inside the module
+            wrapped by ``DistributedDataParallel``, or wrap it separately. In ``replicated``, also compare the value of the previous call.
+            Use ``False`` if ranks average weights only every few steps.
+        group: Process group. None is the world. In a subgroup, a missing rank is detected only after the group's timeout.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank, unscaled. Logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank, unscaled. Logging it does not require ``sync_dist``.
 
     Names:
-        Names of parameters and buffers, keys of the state dict and public attributes (``loss.W``) are those of ``loss``, so that
-        checkpoints and optimizers' states of the plain loss load, and the other way round. Files of earlier versions (``loss.loss.W``) load
-        too. ``wrapped`` is the loss itself, with its methods. A ``CrossBatchMemory`` has one key more, its ``queue_position.position``.
+        Parameters, buffers, state dict keys and public attributes (``loss.W``) have the same names as in ``loss``. Checkpoints and
+        optimizer states can therefore be exchanged with the plain loss in both directions. Files of earlier versions (``loss.loss.W``) can
+        also be loaded. ``wrapped`` is the loss itself, with its methods. A ``CrossBatchMemory`` has one additional key,
+        ``queue_position.position``.
 
     Gradient:
-        After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient. Outside Lightning a loss with
-        weights is wrapped like the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``. A second derivative over several ranks
-        is an error.
+        After DDP's mean over ranks, every parameter (of encoder and loss) has the one-process gradient. Outside Lightning, wrap a loss
+        with weights in the same way as the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``. Second derivatives over several
+        ranks raise an error.
 
     Communication:
-        ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake. In
-        backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. Rows of bfloat16 and
-        float16 travel as they are, gradients as float32. Few bytes on the CPU
-        (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
-        an accelerator sums and statistics do not: one gather more (two where symmetric). The host waits once a call
-        if it has to know the pairs: for a matrix of them over 64 MiB, smooth triplets and row tiles. It waits up to
-        five times for a miner's tuples, and for the statistics of ``collect_stats``.
+        ``elements``: 1 handshake. ``replicated``: handshake + gather, none in backward. ``rows``: handshake + gather + handshake. In
+        backward none if ``evaluation`` is symmetric and the call has only labels, otherwise handshake + exchange. Rows of bfloat16 and
+        float16 are sent in their dtype, gradients as float32. On the CPU, small amounts of data (``handshake.inline_capacity``) do not
+        take a gather or an exchange, because they are sent in the handshake from the second call on. On an accelerator, sums and
+        statistics are not sent in the handshake and take one more gather (two if symmetric). The host waits once per call if it has to
+        read the pairs: for a matrix of pairs over 64 MiB, smooth triplets and row tiles. It waits up to five times for a miner's tuples,
+        and for the statistics of ``collect_stats``.
 
     Raises:
-        ConfigurationError: a mode that is not exact for the loss, and a reduction that cannot be made global.
-        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank. For a batch on an accelerator
-            it comes one call later, from the second call on, and names that call (such labels are clamped, so that the device survives).
-        RankMismatchError: on every rank, when widths, dtypes or arguments differ, or options that were set from outside, in any call.
-            What the loss's own forward changes is its state, and may differ.
+        ConfigurationError: for a mode that is not exact for the loss, or a reduction that cannot be made global.
+        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank. For a batch on an accelerator,
+            from the second call on, it is raised one call later and names the failing call (such labels are clamped, which avoids a
+            device error).
+        RankMismatchError: on every rank, if widths, dtypes, arguments or options set from outside differ in any call. State that the
+            loss's own forward changes may differ.
 
     Example:
         >>> import torch
@@ -160,7 +163,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     sees_global_batch = True
     old_name = "loss"
-    loss: nn.Module  # the wrapped one, or an attribute of its own
+    loss: nn.Module  # the wrapped loss, or its attribute ``loss`` if it has one
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         self._weights = WeightFingerprints(wanted=check_weights)
         self._replicated_value = ReplicatedValue(wanted=check_weights)
         self.value_reading = inputs.ValueReading()
-        # last: from here on, what is registered is the loss's
+        # must be last: modules and parameters registered from here on are those of the loss
         self.wrap_(module)
 
     def wrap_(self, module: nn.Module) -> None:
@@ -209,7 +212,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     @property
     def batch_dims(self) -> Mapping[int | str, int | None]:
-        """Dimension that counts samples, by argument."""
+        """Dimension of the samples, by argument."""
         return self.layout.batch_dims
 
     @property
@@ -218,7 +221,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         return option_of(self._tile_compiler)
 
     def extra_repr(self) -> str:
-        """Show the wrapped loss, the mode that runs, and how rows are evaluated."""
+        """Show the wrapped loss, the mode in use, and how rows are evaluated."""
         mode = self._chosen_mode(self.exact_modes())
         if mode == "rows" and pml_registry.is_pml_loss(self.wrapped):
             mode = f"rows, {self.evaluation}"
@@ -226,10 +229,11 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     @property
     def evaluation(self) -> Literal["tiled, symmetric", "tiled", "row tiles"]:
-        """How ``mode="rows"`` evaluates the loss as it is configured now. All are equal in value, and differ in memory.
+        """How ``mode="rows"`` evaluates the loss in its current configuration. The evaluations have equal values and differ in memory.
 
-        ``"tiled, symmetric"``: tiles of our own, and no collective in backward if the rows of one batch are compared without a miner's
-        tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
+        ``"tiled, symmetric"``: our own tiles, without a collective in backward if the rows of one batch are compared without index tuples.
+        ``"tiled"``: our own tiles, with a collective in backward. ``"row tiles"``: pytorch-metric-learning's formula on a few anchors at a
+        time.
         """
         plan = tiled_plan(labelled_loss(self.wrapped))
         if plan is None:
@@ -238,11 +242,11 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         return "tiled, symmetric" if symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
-        """Return the modes that are exact for this loss as it is configured now, cheapest first."""
+        """Return the modes that are exact for this loss in its current configuration, cheapest first."""
         return exact_modes(self.wrapped, self.backward)
 
     def _chosen_mode(self, modes: tuple[Mode, ...]) -> Any:
-        """Return the mode that runs, of those that are exact. Views are gathered, so that rows are views one after another again."""
+        """Return the mode in use, given the exact modes. Views are gathered, so that the global rows are again consecutive views."""
         if self.mode != "auto":
             return self.mode
         needs_views = self.layout.has_views() and "replicated" in modes
@@ -250,10 +254,10 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     @property
     def plan(self) -> LossPlan:
-        """What the class and the options of the loss decide about its calls. ``print(loss.plan)`` shows it."""
+        """Rules for all calls, determined by the class and options of the loss. Use ``print(loss.plan)`` to display them."""
         if self._plans.configuration.is_read:
             return self._current_rules()
-        # what ranks compare is read by their first call, and not where one of them looks
+        # a separate object, so that the configuration that ranks compare is read only by their first call
         configuration = Configuration()
         text = configuration.read(self.wrapped)
         return LossPlan.of(self.wrapped, self.backward, text, configuration.unread)
@@ -263,12 +267,12 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         """Compute the global loss.
 
         Args:
-            args: Arguments of the loss. PML's take embeddings (B, D), labels (B,) or None (with ``ref_emb``: each row its own identity,
-                unique over all ranks, and ``DynamicSoftMarginLoss`` and ``VICRegLoss`` pair row i of both by themselves),
-                indices_tuple (local or from ``GlobalBatchMiner``), ref_emb, ref_labels,
-                enqueue_mask. For PML's ``SelfSupervisedLoss``: two views, (B, D) each. For others: their own arguments;
-                tensors are batches along dim 0, 0-dim tensors are not.
-            kwargs: The same by name.
+            args: Arguments of the loss. PML losses take embeddings (B, D), labels (B,) or None, indices_tuple (local or from
+                ``GlobalBatchMiner``), ref_emb, ref_labels, enqueue_mask. If labels are None and ``ref_emb`` is given, each row has a
+                different label, unique over all ranks (``DynamicSoftMarginLoss`` and ``VICRegLoss`` pair row i of both without labels).
+                PML's ``SelfSupervisedLoss`` takes two views, (B, D) each. Other losses take their usual arguments, where tensors are
+                batches along dim 0, except for 0-dim tensors.
+            kwargs: The same arguments by name.
         """
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
@@ -276,7 +280,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
                 fix = "Call it with the rows of this rank."
                 raise InputError(self._title, expected="arguments of the loss", got="none", fix=fix)
             self.value_reading.raise_late()
-            # 1. what the signature of the call decides: once
+            # 1. rules that depend only on the signature of the call, determined once
             rules = self._current_rules()
             parameters, buffers = self._plans.configuration.weights()
             signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers], self.layout.batch_dims)
@@ -284,7 +288,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
             if plan is None:
                 plan = self._plan_call(rules, args, kwargs, tensors)
                 self._plans.of_calls.add(signature, plan)
-            # 2. what its values decide
+            # 2. checks that depend on its values
             args, kwargs = self._check_values(rules, plan, args, kwargs, tensors)
             call = PreparedCall(args, kwargs, rules, plan, self._take_must_match(rules, parameters))
             # 3. the loss over all ranks, in full precision
@@ -302,7 +306,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     # ------------------------------------------------------------------ position of a memory
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the wrapped loss. That of a memory has its position too."""
+        """Return the state dict of the wrapped loss, including the position of a memory."""
         state = super().state_dict(*args, **kwargs)
         if self.queue_position is not None:
             given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
@@ -318,14 +322,14 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     # ------------------------------------------------------------------ plan
 
     def _current_rules(self) -> LossPlan:
-        """Return the rules for all calls, as the loss and this object are configured now."""
+        """Return the rules for all calls, given the current configuration of the loss and of this object."""
         others = (self.mode, self.products, self.compile_tiles, repr(self.layout))
         return self._plans.current(self.wrapped, self.backward, *others)
 
     def _plan_call(
         self, rules: LossPlan, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> CallPlan:
-        """Refuse what no call of this signature may be, and decide what all of them have in common."""
+        """Reject signatures that are not supported, and return the rules that apply to all calls with the signature."""
         title, loss = self._title, self.wrapped
         parameters, buffers = self._plans.configuration.weights()
         mode = self._chosen_mode(rules.modes)
@@ -362,7 +366,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         kwargs: dict[str, Any],
         tensors: list[Tensor],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Refuse values that the loss cannot take, and return the arguments with labels that an accelerator survives."""
+        """Reject values that the loss does not support, and return the arguments, with labels clamped if they were not read."""
         if plan.has_label_rows and rules.arguments.are_class_labels:
             gathered_call.refuse_labels(
                 self._title, self.wrapped, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
@@ -380,7 +384,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         return inputs.clamp_labels(self.wrapped, self._title, args, kwargs, self.value_reading)
 
     def _take_must_match(self, rules: LossPlan, parameters: list[Tensor]) -> dict[str, object]:
-        """Return values of a call that must be equal on all ranks, and take the notes of the last backward."""
+        """Return values of a call that must be equal on all ranks, including the factor recorded in the last backward, which is cleared."""
         must_match: dict[str, object] = {"configuration": rules.configuration, "which": self._instance}
         must_match |= micro_batch_to_match() | reduction_to_match()
         weights = parameters
@@ -406,7 +410,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     # ------------------------------------------------------------------ choose
 
     def _evaluate_torch(self, call: PreparedCall) -> Any:
-        """Evaluate a loss that is not PML's."""
+        """Evaluate a loss that is not from PML."""
         args, kwargs, mode = call.args, call.kwargs, call.plan.mode
         if mode == "elements":
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -424,11 +428,11 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         return self._replicated(call.rules, self.wrapped, TensorCall(args, kwargs, layout, gathered))
 
     def _evaluate_on_rows(self, call: PreparedCall) -> Any:
-        """Evaluate a loss that is not PML's on rows that stay on their rank."""
+        """Evaluate a loss that is not from PML on rows that stay on their rank."""
         values = dict(enumerate(call.args)) | call.kwargs
         layout = self.layout.of_call(values, self._title)
         layout.refuse_views(self._title)
-        gathered_call.batches_in(self._title, values, layout)  # refuses containers of tensors that are not rebuilt
+        gathered_call.batches_in(self._title, values, layout)  # rejects containers of tensors that are not rebuilt
         opened = open_rows(
             self._title,
             call.args,
@@ -438,7 +442,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
             self._seeds,
             self._group,
         )
-        assert opened is not None  # there are peers
+        assert opened is not None  # the group has several ranks
         layout.refuse_unnamed_views(values, opened.counts, self._title)
         return run_on_rows(self.wrapped, opened)
 
@@ -447,15 +451,15 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         rules, mode, loss = call.rules, call.plan.mode, self.wrapped
         by_place = zip(call.plan.names, (*call.args, *call.kwargs.values()), strict=True)
         given = {name: value for name, value in by_place if value is not None}
-        # a loss of two views makes labels, and the loss inside it compares rows by them
+        # a loss of two views creates labels, by which the wrapped loss compares rows
         if rules.takes_views:
             loss, given = labelled_loss(loss), gathered_call.labelled_arguments(loss, self._title, given)
-        # a sum over samples needs no other rank's rows
+        # a sum over samples does not depend on other ranks' rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.wrapped and are_of_samples:
             rows = given["embeddings"]
             return by_elements(loss, rules, self._exchange(call, rows), rows, (), given)
-        # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
+        # all other modes gather the rows of all ranks. If each rank evaluates its own anchors, a row receives gradients from all ranks
         how: Backward | BackwardChoice = self.backward
         if mode == "rows":
             how = partial(self._backward_of_rows, rules)
@@ -465,7 +469,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         rank = process_groups.rank(self._group)
         global_call = PMLCall(loss, facts, given, batches, gathered, rank, two_views=two_views)
         value = self._evaluate_gathered(call, loss, global_call)
-        # last: if warnings are errors, peers are not in the middle of the evaluation
+        # warn at the end: if warnings are errors, peers are not in the middle of the evaluation
         if not self._warned and self._seeds.number <= _WATCHED_CALLS:
             self._warn_identities(global_call)
         if not self._warned and facts.pairs_views:
@@ -473,12 +477,12 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         return value
 
     def _backward_of_rows(self, rules: LossPlan, counts: dict[str, list[int]]) -> Backward:
-        """Return which gradient rows get that each rank compares with its own anchors. With few rows every rank compares all."""
+        """Return how gradients of gathered rows are combined: summed over ranks, or by option if every rank computes the full loss."""
         return self.backward if self._are_few(rules, counts) else "sum"
 
     def _evaluate_gathered(self, prepared: PreparedCall, loss: Any, call: PMLCall) -> Any:
         """Evaluate a PML loss that has gathered the rows of all ranks."""
-        # a sum over anchors: our own tiles if there are any, else PML's formula on this rank's anchors
+        # a sum over anchors uses our own tiles if supported, otherwise PML's formula on this rank's anchors
         rules, is_mined = prepared.rules, "indices_tuple" in call.given
         may_split = prepared.plan.mode == "rows" and (rules.splits_pairs or not is_mined)
         if may_split and not self._are_few(rules, call.counts):
@@ -505,29 +509,29 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         return self._replicated(rules, loss, call)
 
     def _compiler_of_call(self, tiles: TiledPlan, call: PMLCall) -> TileCompiler | None:
-        """Return what computes the tiles of a call, the same on all ranks. None: torch's operators do."""
+        """Return what computes the tiles of a call, equal on all ranks, or None for torch's operators."""
         all_serve = tiles.pair_loss.has_kernels and all(sent[-1] for sent in call.extras)
         entries = call.total_rows * call.total_references // len(call.extras)
         return chosen(self._tile_compiler, all_serve, entries)
 
     def _replicated(self, rules: LossPlan, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
-        """Evaluate the full loss, and note its value for the next call."""
+        """Evaluate the full loss, and record its value, which is compared in the next call."""
         value = replicated(loss, call, draws=rules.draws, writes_distances=rules.inner_facts.writes_distances)
         self._replicated_value.note(value, self._group)
         return value
 
     def _are_few(self, rules: LossPlan, counts: dict[str, list[int]]) -> bool:
-        """Return whether there are so few rows that every rank computes the full loss faster. All ranks get the same answer."""
-        if self.mode == "rows":  # decided by what all ranks have agreed on, so not by tile_bytes
+        """Return whether the batch is so small that computing the full loss on every rank is faster. Equal on all ranks."""
+        if self.mode == "rows":  # depends only on options that are equal on all ranks, so not on tile_bytes
             return False
         return sum(counts.get("embeddings", ())) <= rules.inner_facts.few_rows
 
     def _warn_identities(self, call: PMLCall) -> None:
-        """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks. All ranks see it."""
+        """Warn once, on rank 0, if self-supervised labels that each rank has numbered collide between ranks. All ranks detect it."""
         labels = call.given.get("labels")
         if labels is None:
             return
-        watched = _WATCHED_CALLS if inputs.on_host([labels]) else 1  # to look at labels waits for an accelerator
+        watched = _WATCHED_CALLS if inputs.on_host([labels]) else 1  # reading labels waits for an accelerator
         if self._seeds.number > watched or process_groups.world_size(self._group) == 1:
             return
         if call.ranks_with_local_identities() > 1:
@@ -538,7 +542,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
             )
 
     def _warn_moved_pairs(self, call: PMLCall) -> None:
-        """Warn once, on rank 0, that row i of all ranks' references is not of the rank that holds row i. All ranks see it."""
+        """Warn once, on rank 0, if row i of all ranks' references is not on the rank that holds row i. All ranks detect it."""
         if not call.moves_pairs():
             return
         counts = zip(call.counts["embeddings"], call.counts["ref_emb"], strict=True)
@@ -559,7 +563,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     def _gather(
         self, call: PreparedCall, batches: dict[str, Tensor], backward: Backward | BackwardChoice
     ) -> GatheredBatch:
-        """Gather batches of all ranks, and compare the value of the call before."""
+        """Gather batches of all ranks, and compare the value of the previous call."""
         plan = call.plan
         if plan.layout is None:
             plan.layout = BatchLayout.of(self._title, batches, self._options())
@@ -602,7 +606,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
 
 def _argument_rules(plan: LossPlan, args: tuple[Any, ...]) -> ArgumentRules:
-    """Return what the arguments may be. A memory takes as many positional ones as a plain loss, too."""
+    """Return the rules for the arguments. A memory also accepts as many positional arguments as a plain loss."""
     if plan.facts.own_references and len(args) > len(plan.arguments.names):
         return plan.arguments._replace(names=PML_NAMES)
     return plan.arguments
@@ -614,14 +618,14 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
 
     Args:
-        miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
-        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
+        miner: Any miner of pytorch-metric-learning. A random miner draws the same tuples on all ranks.
+        name: Name that distinguishes this miner from others of its kind, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
 
     Returns:
-        From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
+        From ``forward``: tuples of global row indices, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
 
-    Communication: one handshake, and one gather of rows that are too many for it (``handshake.inline_capacity``). None in backward.
+    Communication: one handshake, and one gather if the rows do not fit into it (``handshake.inline_capacity``). None in backward.
 
     Example:
         >>> import torch
@@ -650,7 +654,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             inputs.refuse_capture(self._title)
             changes = self._configuration.changes
             configuration = self._configuration.read(self.miner)
-            # what the miner itself has changed since, as numbers that it records, decides nothing
+            # attributes that the miner itself has changed since, such as recorded numbers, do not invalidate plans
             if changes != self._configuration.changes:
                 self._plans.clear()
             parameters, buffers = self._configuration.weights()
@@ -670,7 +674,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     def _plan_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor], tensors: list[Tensor]
     ) -> MinerPlan:
-        """Refuse what no call of this signature may be, and decide what all of them have in common."""
+        """Reject signatures that are not supported, and return the rules that apply to all calls with the signature."""
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         rules = ArgumentRules.of(self.miner, names)
         given = gathered_call.by_name(self._title, self.miner, rules, args, kwargs)
@@ -712,13 +716,13 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
 
 class QueuePosition:
-    """The place of the next row of a ``CrossBatchMemory``. PML keeps it in plain attributes, which no checkpoint saves.
+    """Position of the next row of a ``CrossBatchMemory``, which PML stores in plain attributes that checkpoints do not contain.
 
     Args:
         memories: Memories of one loss, in the order of its modules.
 
     Attributes:
-        position: For each memory the index of the next row, and whether the memory has been filled: (2 * memories,), int64, on the host.
+        position: For each memory, the index of the next row and whether the memory has been filled: (2 * memories,), int64, on the host.
     """
 
     def __init__(self, memories: list[CrossBatchMemory]) -> None:
@@ -726,7 +730,7 @@ class QueuePosition:
         self.position = torch.zeros(2 * len(memories), dtype=torch.int64)
 
     def check(self, rows: int, title: str) -> None:
-        """Refuse a global batch that a memory cannot hold."""
+        """Reject a global batch that is larger than a memory."""
         for memory in self.memories:
             expect(
                 rows <= memory.memory_size,
@@ -739,12 +743,12 @@ class QueuePosition:
             )
 
     def update_(self) -> None:
-        """Copy the memories' positions into the buffer."""
+        """Copy the memories' positions into ``position``."""
         positions = [(memory.queue_idx, int(memory.has_been_filled)) for memory in self.memories]
         self.position.copy_(torch.tensor(positions).view(-1))
 
     def restore_(self, position: Tensor | None) -> None:
-        """Let the memories continue at a position. None: from the start, as in the file of a memory outside ``GlobalBatchLoss``."""
+        """Set the memories' positions. If None, they start at 0, as for a checkpoint of a memory outside ``GlobalBatchLoss``."""
         if position is None:
             self.position.zero_()
         else:

@@ -1,4 +1,4 @@
-"""Options of `GlobalBatchLoss` and of its relatives that cannot work, alone or together, refused when a loss is wrapped."""
+"""Checks that reject invalid options, and invalid combinations of options, of `GlobalBatchLoss` and related losses at construction."""
 
 from __future__ import annotations
 

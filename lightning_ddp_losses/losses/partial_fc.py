@@ -1,8 +1,8 @@
 """Sampled negatives for a class-sharded softmax, and an optimizer that steps only the rows that were sampled.
 
-As in PartialFC (An et al. 2021, arXiv:2010.05222): each rank looks at the classes of the batch's rows that it holds, filled up with random
-others. A dense optimizer would let momentum and weight decay move the other rows too. So it gets the sampled rows of
-weight and state for the length of its step, or no gradient if no row has one.
+As in PartialFC (An et al. 2021, arXiv:2010.05222), each rank uses those classes of the batch that it holds, and random other classes. With
+a dense optimizer, momentum and weight decay would also change the remaining rows. During its step, the optimizer is therefore given only
+the sampled rows of weight and state, or None as the gradient if no row has a gradient.
 
 Legend: ``c`` classes on this rank, ``K`` weight rows per class, ``G`` rows of the batch.
 """
@@ -23,20 +23,20 @@ from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
 
-_ROWS_AT_A_TIME = 4096  # searched at a time for a number that is not zero. The first ones nearly always have it
+_ROWS_AT_A_TIME = 4096  # rows searched at a time for a nonzero number, which is nearly always in the first ones
 
 
 class ClassSampler(CountedDraws):
     """Draws the classes of a call.
 
     Args:
-        rate: Share of this rank's classes that a call looks at, and never fewer than the batch's own.
-        unbiased: Weigh each sampled negative by one over the probability with which it was drawn, so that the sum of
-            exponentials is right in expectation.
+        rate: Fraction of this rank's classes that a call uses. The classes of the batch are always used.
+        unbiased: Weight each sampled negative by the inverse of the probability with which it was drawn, so that the sum of
+            exponentials is correct in expectation.
 
     Attributes:
-        sampled: Classes of the last call, as positions among this rank's, ascending. None before the first one.
-        gradient: Knows which classes have a gradient.
+        sampled: Classes of the last call, as ascending positions among this rank's classes. None before the first call.
+        gradient: Records which classes have a gradient.
     """
 
     def __init__(self, rate: float, unbiased: bool) -> None:
@@ -49,35 +49,35 @@ class ClassSampler(CountedDraws):
         """Draw the classes of the next call, from torch's seed, this rank's shard and the number of calls.
 
         Args:
-            labels: (G,) positions among this rank's classes: negative, or beyond the last, where another rank has the class.
+            labels: (G,) positions among this rank's classes, which are negative or beyond the last class if another rank holds the class.
             shard: This rank's classes.
             dtype: Dtype of the logits.
 
         Returns:
-            The classes, as positions among this rank's, ascending. The labels as positions among them, -1 for those of other ranks.
-            The logarithm of each class's weight in the sum, 0 for a target, None unless ``unbiased``.
+            The sampled classes, as ascending positions among this rank's classes. The labels as positions among the sampled classes, -1 for
+            classes of other ranks. The logarithm of each class's weight in the sum, 0 for a target, or None unless ``unbiased``.
         """
         self.number += 1
         text = f"{torch.initial_seed()} {shard.start} {self.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         classes, device = shard.classes, labels.device
-        # the batch's own classes. Rows of other ranks' classes mark a place behind the last one
+        # the classes of the batch. Rows with classes of other ranks mark a position after the last class
         places = torch.where((labels >= 0) & (labels < classes), labels, classes)
         is_target = torch.zeros(classes + 1, dtype=torch.bool, device=device).index_fill_(0, places, True)[:classes]
         targets = is_target.sum()
-        # as many as the rate says, and never fewer than the batch's own. On an accelerator the host does not wait for their number
+        # as many as the rate specifies, and at least the classes of the batch. On an accelerator the host does not wait for their number
         at_least = int(targets) if device.type == "cpu" else min(classes, len(labels))
         wanted = min(classes, max(math.ceil(self.rate * classes), at_least))
-        # these come first, others in random order
+        # the classes of the batch are first, followed by other classes in random order
         keys = _random_keys(classes, seed, device).masked_fill_(is_target, torch.iinfo(torch.int64).max)
         sampled = torch.topk(keys, wanted).indices.sort().values
         self.sampled = sampled
-        # the labels' places among them
+        # positions of the labels among the sampled classes
         place = torch.full((classes + 1,), -1, device=device)
         place.index_copy_(0, sampled, torch.arange(wanted, device=device))
         log_weight = None
         if self.unbiased:
-            # one over the probability of a negative
+            # the inverse of the probability of a negative
             negatives = (wanted - targets).clamp(min=1)
             correction = ((classes - targets).to(dtype) / negatives).log()
             log_weight = torch.where(is_target[sampled], 0.0, correction)
@@ -85,7 +85,7 @@ class ClassSampler(CountedDraws):
 
 
 def _random_keys(number: int, seed: int, device: torch.device) -> Tensor:
-    """Return random int64, (number,), the same on every device: the finalizer of splitmix64 on consecutive counts."""
+    """Return random int64 (number,) that are equal on every device: the finalizer of splitmix64 on consecutive counts."""
     keys = torch.arange(number, device=device) * -0x61C8864680B583EB + seed
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         keys = torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, shift)) * factor
@@ -93,10 +93,10 @@ def _random_keys(number: int, seed: int, device: torch.device) -> Tensor:
 
 
 class SampledGradient:
-    """Remembers which classes of a weight have a gradient that no step has used.
+    """Records which classes of a weight have a gradient that no optimizer step has used.
 
-    A gradient that was set to zeros in place (``zero_grad(set_to_none=False)``) differs from a gradient of zeros: backward gave it a number
-    other than zero, and now there is none. Such a gradient was dropped.
+    A gradient that was set to zeros in place (``zero_grad(set_to_none=False)``) is distinguished from a gradient that is zero: backward has
+    written a nonzero number, which is no longer present. Such a gradient counts as dropped.
     """
 
     def __init__(self) -> None:
@@ -105,13 +105,13 @@ class SampledGradient:
         self._had_nonzero: bool | Tensor = False
 
     def add_(self, sampled: Tensor, grad_rows: Tensor, weight: Tensor, shard: ClassShard) -> None:
-        """Note that the backward that runs gives these classes a gradient.
+        """Record that the running backward adds a gradient to these classes.
 
-        Gradients of earlier ones count until they are dropped.
+        Gradients of earlier backward passes count until they are dropped.
 
         Args:
             sampled: Positions among this rank's classes.
-            grad_rows: (c * K, D), the gradient of the weight rows, not in ``weight.grad`` yet.
+            grad_rows: (c * K, D), the gradient of the weight rows, which is not yet in ``weight.grad``.
             weight: The parameter.
             shard: This rank's classes.
         """
@@ -123,11 +123,11 @@ class SampledGradient:
         self._had_nonzero |= _any_nonzero(grad_rows, 0, rows_of_classes(sampled, shard.per_class))
 
     def clear_(self) -> None:
-        """Forget them: a step has used the gradient."""
+        """Clear the record, after a step has used the gradient."""
         self._sampled, self._had_nonzero = [], False
 
     def rows(self, weight: Tensor, shard: ClassShard) -> Tensor | None:
-        """Return the indices of their weight rows. None if no class has a gradient. The host waits for an accelerator once."""
+        """Return the indices of weight rows with a gradient, or None if there are none. The host waits for an accelerator once."""
         return None if not self._sampled or self._is_dropped(weight, shard) else self._rows(shard)
 
     def _rows(self, shard: ClassShard) -> Tensor:
@@ -145,7 +145,7 @@ class SampledGradient:
 
 
 def _any_nonzero(tensor: Tensor, dim: int, rows: Tensor) -> bool | Tensor:
-    """Return whether any of these rows has a number other than zero: 0-dim on an accelerator, for which no host waits."""
+    """Return whether any of these rows contains a nonzero number, on an accelerator as a 0-dim tensor for which the host does not wait."""
     if tensor.device.type != "cpu":
         return tensor.index_select(dim, rows).any()
     pieces = torch.split(rows, _ROWS_AT_A_TIME)
@@ -153,29 +153,29 @@ def _any_nonzero(tensor: Tensor, dim: int, rows: Tensor) -> bool | Tensor:
 
 
 class SampledRowOptimizer:
-    """Lets an optimizer see only the sampled rows of a weight, and of its state for this weight, while it steps.
+    """Restricts the steps of an optimizer to the sampled rows of a weight, and of its state for this weight.
 
     Args:
         weight: The parameter, tagged as a shard.
-        gradient: Knows which classes have a gradient.
-        optimizer: An optimizer that holds the weight.
+        gradient: Records which classes have a gradient.
+        optimizer: An optimizer that contains the weight.
     """
 
     def __init__(self, weight: nn.Parameter, gradient: SampledGradient, optimizer: torch.optim.Optimizer) -> None:
         self._weight, self._gradient = weight, gradient
         self.optimizer = weakref.ref(optimizer)
-        # while a step runs
-        self._part: nn.Parameter | None = None  # the sampled rows, and in a first step a resting row after them
-        self._set_aside: Tensor | None = None  # the gradient, where no row has one
+        # used during a step
+        self._part: nn.Parameter | None = None  # the sampled rows, followed by a row of zeros in the first step
+        self._set_aside: Tensor | None = None  # the weight's gradient, if no row has a gradient
         self._rows = torch.empty(0, dtype=torch.long)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the loss has other parameters, which no optimizer holds yet
+        return type(None), ()  # a copy of the loss has new parameters, which are not in an optimizer yet
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hand over the rows. If forward and backward are still to run, in a closure, do it after them."""
+        """Replace the weight by the sampled rows. If forward and backward run in a closure, this happens after the closure."""
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None:
@@ -192,18 +192,18 @@ class SampledRowOptimizer:
         return args, {**kwargs, "closure": closure_then_hand_over}
 
     def _hand_over_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the sampled rows, with their gradient and state, in the weight's place."""
+        """Replace the weight by the sampled rows, with their gradient and state."""
         weight, shard = self._weight, self._shard()
         if weight.grad is None:
             return
         dim, rows = shard.dim, self._gradient.rows(weight, shard)
-        # no gradient since the last step, or one that was set to zeros: as if it were None
+        # a gradient that was not computed since the last step, or was set to zeros, is treated as None
         if rows is None:
             self._set_aside, weight.grad = weight.grad, None
             return
         values, grad = weight.detach().index_select(dim, rows), weight.grad.index_select(dim, rows)
         state = optimizer.state.get(weight, {})
-        # the optimizer alone knows the first state of a row: a row of zeros without gradient has it after the first step
+        # only the optimizer defines the initial state of a row, so it is copied from a row of zeros with zero gradient after the first step
         if not state:
             shape = list(weight.shape)
             shape[dim] = 1
@@ -221,7 +221,7 @@ class SampledRowOptimizer:
             optimizer.state[part] = part_state
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Take the stepped rows and their state back into the weight's."""
+        """Copy the updated rows and their state back to the weight."""
         weight, part, dim = self._weight, self._part, self._shard().dim
         if self._set_aside is not None:
             weight.grad, self._set_aside = self._set_aside, None
@@ -251,21 +251,21 @@ class SampledRowOptimizer:
 
 
 def _replace_(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put another parameter in the place of one, in each group of an optimizer."""
+    """Replace a parameter by another one in each group of an optimizer."""
     for group in optimizer.param_groups:
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
 
 
 def _is_per_number(value: Any, parameter: Tensor) -> bool:
-    """Return whether state has one number per number of the parameter."""
+    """Return whether a state has one number per element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
 
 def _of_all_rows(key: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return state that belongs to the weight as a whole, such as a count of steps.
+    """Return a state that belongs to the weight as a whole, such as a count of steps.
 
     Raises:
-        ConfigurationError: for state of the step's rows together.
+        ConfigurationError: for a state that belongs to all rows of the step together.
     """
     if isinstance(value, Tensor) and value.ndim > 0:
         raise ConfigurationError(

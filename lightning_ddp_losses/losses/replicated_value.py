@@ -69,7 +69,7 @@ class ReplicatedValue:
         if len(set(sent)) == 1:
             return
         known, values = zip(*(_SENT.unpack(each) for each in sent), strict=True)
-        # another order of summation is no difference
+        # a different order of summation does not count as a difference
         rounding = torch.finfo(self._dtype).eps ** 0.5
         if not all(known) or all(_is_close(value, values[0], rounding) for value in values):
             return

@@ -378,7 +378,7 @@ class _SoftmaxFunction(torch.autograd.Function):
 
 
 class _Backward(NamedTuple):
-    """One backward: from the gradients of the losses to those of rows and weight, which every step adds to.
+    """The state of one backward, which adds up the gradients of rows and weight from the gradients of the losses.
 
     Attributes:
         call: What forward evaluated.

@@ -1,6 +1,6 @@
 """`SigLipLoss`: the sigmoid loss between two towers over the rows of all ranks, never holding the product matrix.
 
-Every pair of an image and a text is one sample, so each rank's images against all texts are a share of the sum.
+Every pair of an image and a text is one sample, so each rank's images against all texts form a share of the sum.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
 """
@@ -28,42 +28,42 @@ from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 class SigLipLoss(TwoTowerLoss):
     """Pairwise sigmoid loss between images and texts (or any two towers) with learnable scale and bias.
 
-    Equivalent to, with ``x`` and ``y`` the normalised rows of all ranks, ``z = logit_scale.exp() * x @ y.T + logit_bias`` and ``t`` 1
+    Equivalent to, with ``x`` and ``y`` the normalized rows of all ranks, ``z = logit_scale.exp() * x @ y.T + logit_bias`` and ``t`` 1
     on the diagonal, -1 elsewhere: ``-logsigmoid(t * z).sum() / G`` in one process. Further negatives are further columns.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale, each call
-            gives ``logit_scale=``.
-        init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
-        max_scale: The own scale is clamped to this. None: not at all.
-        normalize: Divide embeddings by their length. False if the model has done so.
-        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
-        gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
-            its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. If None, the loss does not have a scale, and
+            ``logit_scale=`` is required in each call.
+        init_bias: Initial ``logit_bias``, negative because most pairs are negative. If None, ``logit_bias=`` is required in each call.
+        max_scale: Upper limit to which the loss's scale is clamped. If None, it is not clamped.
+        normalize: Divide embeddings by their length. Use False if the model normalizes them.
+        tile_bytes: Size of the products in memory at a time. If None, 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
+        gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on. In addition to
+            its own rows, a rank then holds two ranks' texts at a time, and the gradients of three in backward.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
-        compile_tiles: What computes a tile next to its products: ``"auto"``, True or False, as in ``ClipLoss``. With True and
-            ``products="auto"`` on an NVIDIA H200 with torch 2.11 a step of 65,536 bfloat16 rows took 70 ms in place of 173, of 8,192 rows
-            3.1 in place of 3.8, of 1,024 1.09 times as long. ``"auto"`` was not measured.
-        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
-        check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
+        compile_tiles: How to compute the parts of a tile other than its products: ``"auto"``, True or False, as in ``ClipLoss``. With True
+            and ``products="auto"`` on an NVIDIA H200 with torch 2.11, a step with 65,536 bfloat16 rows took 70 ms instead of 173 ms, with
+            8,192 rows 3.1 ms instead of 3.8 ms, and with 1,024 rows 1.09 times as long. ``"auto"`` was not measured.
+        name: Name that distinguishes this loss from others of its kind, as in ``GlobalBatchLoss``.
+        check_weights: Compare the loss's parameters between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it does not require ``sync_dist``.
 
     Gradient:
-        After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
+        After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` have the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are). On the CPU a handshake with the sum and one exchange of G x D, none in
-        backward. On an accelerator a gather of the sum, for which the host does not wait. In backward a handshake and one exchange of
-        G x D. A ring: two handshakes, and W - 1 times a message of a rank's texts. In backward W - 1 times its texts and their gradient,
-        of float32.
+        Handshake, gather of the texts (bfloat16 is sent unchanged). On the CPU a handshake with the sum and one exchange of G x D, none in
+        backward. On an accelerator a gather of the sum, for which the host does not wait, and in backward a handshake and one exchange of
+        G x D. In a ring, two handshakes, and W - 1 times a message with a rank's texts. In backward W - 1 times its texts and their
+        gradient in float32.
 
     Raises:
-        ConfigurationError: options that cannot work.
-        InputError: on every rank, for towers that do not fit together on any rank.
-        RankMismatchError: on every rank, when widths, dtypes or options differ.
+        ConfigurationError: for invalid options.
+        InputError: on every rank, if the towers do not fit together on any rank.
+        RankMismatchError: on every rank, if widths, dtypes or options differ.
 
     Source: Zhai et al. 2023, arXiv:2303.15343, algorithm 1.
 
@@ -111,7 +111,7 @@ class SigLipLoss(TwoTowerLoss):
         logit_scale: Tensor | float | None = None,
         logit_bias: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the global loss from the arguments of ``TwoTowerLoss.forward``. One number may replace the own bias as well."""
+        """Compute the global loss from the arguments of ``TwoTowerLoss.forward``. ``logit_bias`` replaces the loss's bias."""
         rows = TowerRows(images, texts, extra_texts, queue)
         return self._checked_call(rows, {"logit_scale": logit_scale, "logit_bias": logit_bias})
 
@@ -126,16 +126,16 @@ class SigLipLoss(TwoTowerLoss):
 def siglip_tile(
     products: Tensor, factors: Factors, bias: Tensor, with_grads: bool, device_splits: bool
 ) -> tuple[Tensor, Tensor | None, GradTerms | None]:
-    """Return the sums of a tile's rows, (T,): of the losses of their pairs, and if it is wanted of their gradient, with the gradient.
+    """Return the sums (T,) of the losses in a tile's rows and, if ``with_grads``, the sums of their gradient and the gradient itself.
 
     Args:
         products: (T, C). Overwritten.
         factors: Factors of the products.
         bias: Bias of the logits, 0-dim.
-        with_grads: True if the gradient is wanted. It follows from the tile alone.
+        with_grads: True if the gradient is required. It depends only on the tile.
         device_splits: Same as for ``Factors.terms``.
     """
-    # -logsigmoid(t z) = softplus(-t z), where t is -1 but at own pairs
+    # -logsigmoid(t z) = softplus(-t z), where t is 1 at own pairs and -1 elsewhere
     opposed_logits = factors.negate_own_(factors.logits(products, bias))
     losses = nn.functional.softplus(opposed_logits).sum(1)
     if not with_grads:
@@ -157,7 +157,7 @@ class _SigLip(torch.autograd.Function):
         ctx.are_exchanged = call.exchanges_in_forward
         if not ctx.are_exchanged:
             return call.mean_over_images(total)
-        # 2. the sum over ranks. Backward scales the sums of the second tower, and communicates no more
+        # 2. the sum over ranks. Backward only scales the sums of the second tower, and does not communicate
         column_sums = ctx.sums.pop()
         global_total, own_sums = call.exchange_sums(total, column_sums)
         ctx.sums.append(own_sums)
@@ -184,7 +184,7 @@ def _visit_tiles(
     call: TowerCall, scale: Tensor, bias: Tensor, *, with_grads: bool
 ) -> tuple[Tensor, list[Tensor | None], Tensor]:
     """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias."""
-    # for each tile the sums of its rows
+    # sums of the rows of each tile
     size, stored = call.tile_rows(), 0
     losses, d_biases = TileResults(size, scale), TileResults(size if with_grads else 0, scale)
     image_sums = call.zero_sums(call.images) if with_grads else None
@@ -199,7 +199,7 @@ def _visit_tiles(
                 d_biases.store_(d_bias, stored)
                 tile.add_grads_(terms, image_sums, column_sums)
             stored += len(found)
-            del terms  # else it would be there next to the next tile
+            del terms  # otherwise it would still be in memory together with the next tile
         return column_sums
 
     counts = call.column_counts if with_grads and call.columns_trained else None

@@ -100,7 +100,7 @@ class TileCompiler:
                 f"{type(error).__name__}: {str(error)[:300]}",
                 stacklevel=2,
             )
-            self._compiled[function] = function  # the ranks agree on all else
+            self._compiled[function] = function  # the ranks agree on everything else
             return function(*args)
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,10 +1,10 @@
 """The products of two towers in tiles: this rank's rows of one tower against all rows of the other.
 
-Rows of the first tower stay where they are. Only the second tower travels: its rows are gathered as columns, or they go round a ring, the
-columns of one rank at a time. A loss is written once, for blocks of columns. Its result for a block is this rank's part if all columns are
-here. In a ring the result travels behind the columns, joined with those of the other ranks, to the rank that owns them.
+Rows of the first tower stay on their rank. Only the second tower is exchanged: its rows are gathered as columns, or sent around a ring, one
+rank's columns at a time. A loss is written once, for blocks of columns. If all columns have been gathered, its result for a block is this
+rank's part. In a ring, the result is sent on after the columns, joined with the results of the other ranks, to the rank that owns them.
 
-Tiles add up sums of each row's partners. The gradients follow from these once, at the end (``TowerCall.gradients``).
+Tiles accumulate sums over each row's partners. The gradients are computed from these sums once, at the end (``TowerCall.gradients``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` texts of all ranks, ``M`` columns (texts and further negatives), ``D`` embedding size,
 ``T`` rows and ``C`` columns of a tile.
@@ -57,11 +57,11 @@ class Factors(NamedTuple):
     """Factors that turn a tile of products into logits.
 
     Attributes:
-        scale: 0-dim. None: the rows are multiplied by it already.
-        of_rows: (T,). None: 1.
-        of_columns: (C,). None: 1.
-        own: Diagonal of the tile with the products of images and their own texts, which is outside of a tile without them. With masks: the
-            column of each row's own text, (T, 1), anywhere outside if it is not in the tile.
+        scale: 0-dim. If None, the rows are already multiplied by the scale.
+        of_rows: (T,). If None, 1.
+        of_columns: (C,). If None, 1.
+        own: Offset of the diagonal with the products of images and their own texts, which is outside of a tile that does not contain them.
+            With masks, the column of each row's own text, (T, 1), out of range if it is not in the tile.
     """
 
     scale: Tensor | None
@@ -70,14 +70,14 @@ class Factors(NamedTuple):
     own: int | Tensor
 
     def logits(self, products: Tensor, plus: Tensor | None = None) -> Tensor:
-        """Return products times their factors, plus a number, in the same memory unless they are compiled."""
+        """Return products times their factors, plus a number, in the same memory unless the function is compiled."""
         of_rows = self.of_rows
         if self.scale is not None:
             of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
         return add_factors_(products, of_rows, self.of_columns, plus)
 
     def terms(self, grad: Tensor, device_splits: bool) -> GradTerms:
-        """Return the gradient of logits in the form for a product with rows (``products.split``), but for the scale."""
+        """Return the gradient of logits in the form for a product with rows (``products.split``), not multiplied by the scale."""
         return split(grad, self.of_rows, self.of_columns, device_splits)
 
     def negate_own_(self, matrix: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Factors(NamedTuple):
         return matrix
 
     def put_own_(self, matrix: Tensor, values: Tensor | float) -> Tensor:
-        """Overwrite the entries of own pairs, with one number or with (T,) values of the rows."""
+        """Overwrite the entries of own pairs with one number or with (T,) values of the rows."""
         if isinstance(self.own, Tensor):
             column = values.unsqueeze(1) if isinstance(values, Tensor) else values
             return torch.where(self._is_own(matrix), column, matrix)
@@ -110,10 +110,10 @@ class ProductTile(NamedTuple):
     Attributes:
         rows: Rows of this rank's images.
         columns: Columns of the block.
-        text_count: The number of columns of the tile, the first, that have an image on some rank.
+        text_count: The number of leading columns of the tile that have an image on some rank.
         factors: Factors of its products.
-        images: (T, D), as they are multiplied, but for the scale.
-        partners: (C, D), columns as they are multiplied.
+        images: (T, D), in the form in which they are multiplied, without the scale.
+        partners: (C, D), columns in the form in which they are multiplied.
     """
 
     rows: slice
@@ -124,12 +124,12 @@ class ProductTile(NamedTuple):
     partners: Tensor
 
     def add_grads_(self, terms: GradTerms, image_sums: Tensor, column_sums: Tensor | None) -> None:
-        """Add the sums of both towers from the gradient of the logits, but for the scale.
+        """Add the tile's contribution to the sums of both towers, not multiplied by the scale, from the gradient of the logits.
 
         Args:
             terms: From ``Factors.terms``.
             image_sums: (B, D).
-            column_sums: (n, D) of the block. None: not wanted.
+            column_sums: (n, D), sums of the block. None if they are not required.
         """
         add_to_left_(part_of(image_sums, self.rows), terms, self.partners)
         if column_sums is not None:
@@ -137,13 +137,13 @@ class ProductTile(NamedTuple):
 
 
 class ColumnBlock(NamedTuple):
-    """Columns that are here at a time.
+    """Columns that are available on this rank at the same time.
 
     Attributes:
         columns: n rows of the second tower.
-        text_count: The number of them, the first, that have a paired image on some rank. The others are negatives alone.
-        first_own: Column of the first text that belongs to an image of this rank. None: not in this block.
-        column_stats: (text_count,), a number for each text. None: none were given.
+        text_count: The number of leading columns that have a paired image on some rank. The remaining columns are only negatives.
+        first_own: Column of the first text that belongs to an image of this rank. None if the block does not contain it.
+        column_stats: (text_count,), a number for each text. None if there are no statistics.
         trained: True if the columns may need a gradient.
     """
 
@@ -155,13 +155,13 @@ class ColumnBlock(NamedTuple):
 
 
 def tile_shape(rows: int, entries: int) -> tuple[int, int]:
-    """Return the largest numbers of rows and columns of tiles of at most so many entries."""
+    """Return the maximum numbers of rows and columns of tiles with at most ``entries`` entries."""
     height = max(1, min(rows, int(entries**0.5)))
     return height, max(1, aligned_columns(entries // height))
 
 
 def tiles_of(rows: int, columns: int, entries: int) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of tiles of at most so many entries. Nearly square, columns inside rows."""
+    """Yield rows and columns of nearly square tiles with at most ``entries`` entries. Columns are the inner loop."""
     height, width = tile_shape(rows, entries)
     for top in range(0, rows, height):
         for left in range(0, columns, width):
@@ -176,7 +176,7 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class TowerCall:
-    """One call: this rank's images, and the columns of all ranks block by block, all at once or a rank's at a time round a ring.
+    """One call: this rank's images, and the columns of all ranks in blocks, either gathered or one rank's columns at a time in a ring.
 
     Attributes:
         plan: Rules of the call.
@@ -185,23 +185,23 @@ class TowerCall:
         extra_counts: Rows of each rank that are only negatives.
         group: Process group.
         exchange: Handshake of the ranks in backward.
-        images: This rank's.
+        images: This rank's images.
         own: This rank's rows of the second tower, texts first.
-        columns: Those of all ranks, the texts of all of them first. In a ring this rank's own.
-        queue: Further negatives that every rank holds, without gradient. None: there are none.
-        ring: How rows of the second tower go round a ring. None: they do not.
-        ring_rows: This rank's rows of it as they go round. None: they do not.
-        trained: True if anything needs a gradient, on any rank.
-        columns_trained: True if the second tower does.
-        compiler: Compiles the functions of tiles, or has kernels for them. None: they are not compiled.
-        column_counts: Columns of each rank: both.
+        columns: Columns of all ranks, beginning with the texts of all ranks. In a ring, only this rank's columns.
+        queue: Further negatives, equal on every rank and without a gradient. None if there are none.
+        ring: Format in which rows of the second tower are sent around a ring. None if they are not.
+        ring_rows: This rank's rows of the second tower in that format. None if they are not sent around a ring.
+        trained: True if anything requires a gradient, on any rank.
+        columns_trained: True if the second tower requires a gradient.
+        compiler: Compiles the functions of tiles, or provides kernels for them. If None, they are not compiled.
+        column_counts: Columns of each rank, i.e. texts and further negatives.
         total: G.
         width: M.
-        own_texts: This rank's texts among those with statistics on this rank.
+        own_texts: Position of this rank's texts among the texts that have statistics on this rank.
         splits: Whether gradients of tiles are split into two bf16 numbers.
-        takes_masks: Whether functions of tiles find own pairs by masks that they make themselves.
-        tile_entries: Most products at a time.
-        is_one_tile: True if one tile has all products of this rank.
+        takes_masks: Whether functions of tiles find own pairs with masks that they create themselves.
+        tile_entries: Maximum number of products in memory at a time.
+        is_one_tile: True if a single tile contains all products of this rank.
     """
 
     plan: TowerPlan
@@ -248,15 +248,15 @@ class TowerCall:
         self.is_one_tile = is_one_block and 0 < rows <= height and 0 < self.width <= width
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of a tile, compiled or by its kernel if that is wanted."""
+        """Call a function of a tile, in compiled form or through its kernel if there is a compiler."""
         return function(*args) if self.compiler is None else self.compiler(function, *args)
 
     def zero_sums(self, rows: Operand) -> Tensor:
-        """Return sums (n, D) of rows, zeros at first."""
+        """Return zeros (n, D) as initial sums of rows."""
         return torch.zeros(rows.rows.shape, dtype=self.plan.dtype, device=rows.rows.device)
 
     def column_sums(self, block: ColumnBlock) -> Tensor | None:
-        """Return sums (n, D) of the columns of a block, zeros at first. None: they need no gradient."""
+        """Return zeros (n, D) as initial sums of a block's columns, or None if they do not require a gradient."""
         return self.zero_sums(block.columns) if self.columns_trained and block.trained else None
 
     def tiles(
@@ -264,12 +264,12 @@ class TowerCall:
     ) -> Iterator[tuple[ProductTile, Tensor]]:
         """Yield tiles of this rank's images and the columns of a block, with their products.
 
-        All products use the memory of the first ones, which the caller may overwrite.
+        All products share the memory of the first tile's products. The caller may overwrite it.
 
         Args:
             block: The block.
             scale: Factor of the products, 0-dim.
-            kept: Logits of the only tile, in place of its products. None: products are computed.
+            kept: Logits of the only tile, which are yielded instead of its products. If None, products are computed.
         """
         images, columns = self.images, block.columns
         of_rows, of_columns = images.factors, columns.factors
@@ -277,7 +277,7 @@ class TowerCall:
         buffer: Tensor | None = None
         for rows, place in tiles_of(images.rows.shape[0], columns.rows.shape[0], self.tile_entries):
             left, right = part_of(images.rows, rows), part_of(columns.rows, place)
-            if place.start == 0:  # neighbours share them
+            if place.start == 0:  # shared by all tiles with the same rows
                 scaled = left if scale_of_tiles is not None else left * scale
             row_factors = None if of_rows is None else part_of(of_rows, rows)
             column_factors = None if of_columns is None else part_of(of_columns, place)
@@ -294,7 +294,7 @@ class TowerCall:
             yield ProductTile(rows, place, text_count, factors, left, right), products
 
     def tile_rows(self) -> int:
-        """Return the number of rows of all tiles of the call together. A row counts in each of its tiles."""
+        """Return the total number of rows of all tiles of the call. A row counts once for each of its tiles."""
         rows = self.images.rows.shape[0]
         _, tile_width = tile_shape(rows, self.tile_entries)
         widths = [self.columns.rows.shape[0]] if self.ring is None else [*self.column_counts]
@@ -303,7 +303,7 @@ class TowerCall:
         return rows * sum(math.ceil(width / tile_width) for width in widths)
 
     def _own(self, shift: int | None, rows: slice, columns: slice) -> int | Tensor:
-        """Return the own pairs of a tile (``Factors``). ``shift``: column of the first image's own text in the block."""
+        """Return ``Factors.own`` of a tile, where ``shift`` is the column of the first image's own text in the block."""
         count = rows.stop - rows.start
         first: int = columns.stop - columns.start if shift is None else rows.start + shift - columns.start
         if not self.takes_masks:
@@ -311,7 +311,7 @@ class TowerCall:
         return torch.arange(first, first + count, device=self.images.rows.device).unsqueeze(1)
 
     def gathered_block(self, column_stats: Tensor | None = None) -> ColumnBlock:
-        """Return the columns of all ranks, which are here, with the numbers of their texts."""
+        """Return the gathered columns of all ranks, with a statistic for each text."""
         return ColumnBlock(self.columns, self.total, self.own_texts.start, column_stats)
 
     def collect(
@@ -322,15 +322,17 @@ class TowerCall:
         join: Join = Tensor.add_,
         counts: Sequence[int] | None = None,
     ) -> Tensor | None:
-        """Visit all blocks. Return the results, (n, k): this rank's part for all columns, in a ring of all ranks for its own columns.
+        """Visit all blocks and return the results, (n, k).
+
+        The results are this rank's part for all columns. In a ring they are the results of all ranks for this rank's columns.
 
         Args:
             visit: Returns this rank's result for the columns of a block, (n, k), or for its texts.
             column_stats: (t,), a number for each text.
             join: Joins the results of two ranks for the same columns.
-            counts: n of each rank. None: the results are not collected.
+            counts: n of each rank. If None, the results are not collected.
 
-        Communication: none. In a ring W - 1 messages of columns to the next rank, and as many of results.
+        Communication: none. In a ring, W - 1 messages of columns to the next rank, and as many messages of results.
         """
         if self.ring is None:
             found = visit(self.gathered_block(column_stats))
@@ -354,18 +356,18 @@ class TowerCall:
 
     @property
     def exchanges_in_forward(self) -> bool:
-        """Whether the sums of columns are exchanged in forward, with the sum of the loss: on the CPU, where a handshake carries both."""
+        """Whether sums of columns are exchanged in forward with the sum of the loss: on the CPU, where one handshake can carry both."""
         is_divided = self.ring is None and len(self.text_counts) > 1
         return is_divided and self.columns_trained and self.images.rows.is_cpu
 
     def exchange_sums(self, total: Tensor, column_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the totals of all ranks, 0-dim of float64, and this rank's rows of the sums of columns over ranks.
+        """Return the sum of all ranks' totals, 0-dim float64, and this rank's rows of the sums of columns over all ranks.
 
         Args:
-            total: This rank's, 0-dim.
-            column_sums: (M, D), sums of the columns of all ranks.
+            total: This rank's total, 0-dim.
+            column_sums: (M, D), this rank's sums for the columns of all ranks.
 
-        Communication: one handshake. If the sums do not fit into it, one exchange of M x D.
+        Communication: one handshake. If the sums do not fit into it, additionally one exchange of M x D.
         """
         own = total.to(torch.float64)
         if any(self.extra_counts):
@@ -384,7 +386,7 @@ class TowerCall:
         return totals.sum(), own_sums
 
     def _by_rank(self, rows: Tensor) -> Tensor:
-        """Return rows of all columns, each rank's texts and further negatives together."""
+        """Return rows of all columns reordered by rank, so that each rank's further negatives follow its texts."""
         texts = torch.split(rows[: self.total], [*self.text_counts])
         extra = torch.split(rows[self.total :], [*self.extra_counts])
         blocks = list[Tensor]()
@@ -401,17 +403,18 @@ class TowerCall:
         *,
         are_exchanged: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return the gradients of this rank's rows of both towers, and of the scale but for the upstream gradient.
+        """Return the gradients of this rank's rows of both towers, and of the scale without the factor of the upstream gradient.
 
         Args:
-            sums: (B, D) of the images and (m, D) of the columns, from ``ProductTile.add_grads_`` and ``collect``. The latter None if the
-                second tower needs no gradient. The list is emptied, so that their memory is free as soon as they are used.
+            sums: Sums (B, D) of the images and (m, D) of the columns, from ``ProductTile.add_grads_`` and ``collect``. The latter are None
+                if the second tower does not require a gradient. The list is emptied, so that memory is released after use.
             factor: Upstream gradient times scale, 0-dim.
-            images: (B, D), as the caller gave them.
-            second_tower: (m, D), also.
-            are_exchanged: True if the sums of the columns are those of this rank's rows over all ranks already.
+            images: (B, D), as passed by the caller.
+            second_tower: (m, D), as passed by the caller.
+            are_exchanged: True if the sums of the columns already are the sums of this rank's rows over all ranks.
 
-        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient. None in a ring, or if that was done.
+        Communication: one handshake and one exchange of G x D if the second tower requires a gradient. None in a ring, or if
+            ``are_exchanged``.
         """
         image_sums = sums.pop(0)
         assert image_sums is not None
@@ -447,13 +450,13 @@ class TowerCall:
 
         Args:
             sizes: Number of bytes of each rank's columns.
-            column_stats: (t,), a number for each text. None: they are not sent.
+            column_stats: (t,), a number for each text. If None, no statistics are sent.
         """
         assert self.ring_rows is not None
         message = as_bytes(self.ring_rows)
         if column_stats is None:
             return message, sizes
-        # the statistics at a place from which they can be read
+        # statistics start at an aligned offset, so that they can be viewed in their dtype
         starts = list(map(aligned, sizes))
         gap = message.new_zeros(starts[process_groups.rank(self.group)] - len(message))
         item = column_stats.element_size()
@@ -462,5 +465,5 @@ class TowerCall:
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:
-    """Return the rows of some tensors. Those of one without a copy."""
+    """Concatenate tensors along the rows. A single tensor is not copied."""
     return torch.cat(parts) if len(parts) > 1 else parts[0]

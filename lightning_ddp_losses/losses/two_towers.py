@@ -1,6 +1,6 @@
 """The call of a contrastive loss between two towers: its checks, the rows of all ranks, its precision. The tiles are in ``tower_tiles``.
 
-Rows travel and are multiplied as the caller gave them. Rows of bfloat16 stay so: no float32 copy of them is made (``products.Operand``).
+Rows are sent and multiplied in the dtype in which the caller passes them. bfloat16 rows are not copied to float32 (``products.Operand``).
 
 Legend: ``B`` rows on this rank, ``D`` embedding size.
 """
@@ -58,25 +58,25 @@ from lightning_ddp_losses.losses.tower_tiles import (
 
 
 class TwoTowerLoss(WithProcessGroup, nn.Module):
-    """Makes the call of a two-tower loss: checks, comparison of ranks, precision. The subclass has ``_evaluate``.
+    """Performs the call of a two-tower loss: checks, comparison of ranks, precision. Subclasses implement ``_evaluate``.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: each call gives it.
-        max_scale: Upper limit of the own scale. None: none.
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. If None, the scale is passed in each call.
+        max_scale: Upper limit of the loss's scale. If None, the scale is not limited.
         normalize: Divide embeddings by their length.
-        tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled or with kernels
+        tile_bytes: Bytes of products in memory at a time. If None, 2 MiB, on an accelerator 64 MiB, compiled or with kernels
             256 MiB.
-        gather: ``"all"``: every rank holds all columns. ``"ring"``: they go round a ring.
+        gather: ``"all"``: every rank holds all columns. ``"ring"``: columns are sent around a ring.
         products: Dtype of the products, as in ``products``.
-        compile_tiles: What computes a tile's functions: ``"auto"``, kernels for many rows on a GPU. True, ``torch.compile``. False, torch's
-            operators.
-        name: Identity among losses of its kind, as in ``GlobalBatchLoss``.
-        check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
+        compile_tiles: How a tile's functions are computed. ``"auto"``: kernels for many rows on a GPU. True: ``torch.compile``. False:
+            torch's operators.
+        name: Name that distinguishes this loss from others of its kind, as in ``GlobalBatchLoss``.
+        check_weights: Compare the loss's parameters between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
     """
 
     sees_global_batch = True
-    compares_with_own_pair = True  # each text's product with its own image is needed next to all products
+    compares_with_own_pair = True  # whether the product of each text with its own image is computed separately
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         *,
         logit_scale: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the global loss. Row i of one tower belongs to row i of the other.
+        """Compute the global loss, where row i of one tower belongs to row i of the other tower.
 
         Args:
-            images: (B, D), one tower. B may differ per rank.
-            texts: (B, D), the other.
-            extra_texts: (m, D), further negatives for the images, those of all ranks together. The number m may differ per rank.
-            queue: (q, D), further negatives that every rank holds already, the same on all of them. No gradient.
-            logit_scale: One number (0-dim, the same on every rank) in place of the loss's own scale. Its exponential is taken
-                already, as open_clip's losses expect it. It is not clamped, and gets its gradient.
+            images: (B, D), the first tower. B may differ per rank.
+            texts: (B, D), the second tower.
+            extra_texts: (m, D), further negatives for the images of all ranks. The number m may differ per rank.
+            queue: (q, D), further negatives that must be equal on all ranks. They do not receive a gradient.
+            logit_scale: One number (0-dim, equal on every rank) that replaces the loss's scale. It must already be exponentiated, as
+                expected by open_clip's losses. It is not clamped, and it receives a gradient.
         """
         rows = TowerRows(images, texts, extra_texts, queue)
         return self._checked_call(rows, {"logit_scale": logit_scale})
@@ -143,7 +143,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
         Args:
             rows: Rows of this rank.
-            numbers: The caller's numbers in place of the loss's own parameters, by their names.
+            numbers: Numbers of the caller that replace the loss's parameters, by name.
         """
         title = type(self).__name__
         with handshake.raising_on_all_ranks(title, group=self._group):
@@ -161,7 +161,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         return watched
 
     def _plan_of(self, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
-        """Return the rules of a call, and refuse arguments that cannot work."""
+        """Return the rules of a call, and reject invalid arguments."""
         title = type(self).__name__
         kinds = [*map(kind_of, rows), *map(kind_of_number, numbers.values())]
         options = (
@@ -187,9 +187,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _take_must_match(
         self, plan: TowerPlan, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]
     ) -> dict[str, object]:
-        """Return values that must be equal on all ranks, and take the notes of the last backward."""
+        """Return values that must be equal on all ranks, including the factor recorded in the last backward, which is cleared."""
         must_match: dict[str, object] = {"which": self._instance, "options": self.extra_repr()}
-        # a tensor's value would wait for the device
+        # reading the value of a tensor would wait for the device
         plain = {name: number for name, number in numbers.items() if isinstance(number, (int, float))}
         must_match.update(plain)
         if rows.queue is not None:
@@ -225,13 +225,13 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if self.compares_with_own_pair:
             own = plan.operand(own_rows, plan.form)
             paired = [_paired(rows, images, own, plan.dtype)]
-        # 2. the second tower of all ranks. In a ring only its numbers of rows
+        # 2. the second tower of all ranks, in a ring only its numbers of rows
         batch = self._gather(plan, rows, paired, must_match)
         if not plan.in_ring and paired:
             paired = batch.tensors[-1:]
         call = self._tower_call(plan, rows, own_rows, images, own, batch)
-        del batch, images, own  # the call holds what it needs of them
-        # 3. every rank takes part in a backward that any rank needs
+        del batch, images, own  # the call holds the parts that are still required
+        # 3. every rank takes part in backward if any rank requires it
         trained_images = autograd_graph.match_requires_grad(rows.images, call.trained)
         trained_rows = autograd_graph.match_requires_grad(own_rows, call.columns_trained)
         # 4. the loss
@@ -245,7 +245,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _gather(
         self, plan: TowerPlan, rows: TowerRows, paired: list[Tensor], must_match: dict[str, object]
     ) -> GatheredBatch:
-        """Return the second tower of all ranks, and the product of each text with its own image if this rank's are given."""
+        """Return the second tower of all ranks, and the product of each text with its own image if ``paired`` contains this rank's."""
         sent = {"texts": plan.as_sent(rows.texts)}
         if rows.extra is not None:
             sent["extra_texts"] = plan.as_sent(rows.extra)
@@ -264,7 +264,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         own: Operand | None,
         batch: GatheredBatch,
     ) -> TowerCall:
-        """Return the call: its columns, and how they are multiplied. ``own``: rows of the second tower as the plan multiplies them."""
+        """Return the call, with its columns in the form for products. ``own`` contains this rank's second tower in the plan's form."""
         title = type(self).__name__
         text_counts = batch.counts[0]
         world_size = len(text_counts)
@@ -274,11 +274,11 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
         trained, columns_trained, all_bf16, have_kernels = _joined_flags(batch.extras)
         form = plan.form
-        if form == "bf16" and not all_bf16:  # float32 rows of another rank
+        if form == "bf16" and not all_bf16:  # another rank has float32 rows
             form = "float32"
             images, own = plan.operand(rows.images, form), None
         warn_of_tf32(title, form, images.rows)
-        # the columns: gathered, with this rank's among them, or this rank's own
+        # the columns: gathered from all ranks, or only this rank's
         columns = ring = ring_rows = queue = None
         if world_size > 1 and not plan.in_ring:
             columns = plan.operand(concatenated(batch.tensors[: 1 if rows.extra is None else 2]), form)
@@ -321,18 +321,19 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
         Args:
             call: The call.
-            *tensors: (B, D) images of this rank and (m, D) rows of its second tower, with their graphs. If ``compares_with_own_pair``,
-                (t,) the product of each text of the columns with its own image, without graph. The scale and other numbers of the loss.
+            *tensors: Images (B, D) of this rank and rows (m, D) of its second tower, with their graphs. If ``compares_with_own_pair``,
+                the product (t,) of each text of the columns with its own image, without a graph. Then the scale and other numbers of the
+                loss.
         """
         raise NotImplementedError
 
     def _rehearse(self, compiler: TileCompiler, call: TowerCall, numbers: list[Tensor]) -> None:
-        """Let the ranks compile together the functions of forward and backward."""
+        """Compile the functions of forward and backward. Collective."""
         like = call.images.rows.new_empty(0, dtype=numbers[0].dtype)
         kind = (str(like.dtype), like.device.type, call.form, call.splits, call.plan.normalize, call.trained)
 
         def rehearsal(run: Callable[..., Any]) -> None:
-            # a tile that takes the same branches
+            # a tile for which the functions take the same branches
             products = rehearsed_tile(like)
             rows, columns = products.shape
             of_rows = of_columns = scale = None
@@ -349,11 +350,11 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             compiler.rehearse(type(self).__name__, kind, rehearsal, self._group)
 
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
-        """Call the functions of a tile by ``run``."""
+        """Call the functions of a tile through ``run``."""
         raise NotImplementedError
 
     def _number(self, name: str, given: Tensor | None) -> Tensor:
-        """Return the caller's number as it is, or the loss's own. Its scale as 1 / temperature, clamped."""
+        """Return the caller's number unchanged, or the loss's parameter. The loss's scale is returned as 1 / temperature, clamped."""
         if given is not None:
             return given
         own: Tensor = getattr(self, name)
@@ -365,7 +366,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
 
 def _joined_flags(flags_of_ranks: Sequence[bytes]) -> tuple[bool, bool, bool, bool]:
-    """Return whether any rank trains anything, whether any trains its second tower, whether all multiply in bf16, and have kernels."""
+    """Return whether any rank trains anything, whether any trains its second tower, whether all use bf16, and whether all have kernels."""
     trained, columns_trained, bf16, kernels = zip(*flags_of_ranks, strict=True)
     return any(trained), any(columns_trained), all(bf16), all(kernels)
 
@@ -374,9 +375,9 @@ def _paired(rows: TowerRows, images: Operand, own: Operand, dtype: torch.dtype) 
     """Return the product (B,) of each image with its own text, in the dtype of the computation.
 
     Args:
-        rows: Rows as the caller gave them, which are not rounded here.
-        images: The images as they are multiplied. Used if they are divided by their lengths already.
-        own: Rows of the second tower as they are multiplied, texts first.
+        rows: Rows as passed by the caller, which are not rounded here.
+        images: The images in the form for products. Unless this form is bf16, they are used instead of ``rows``.
+        own: Rows of the second tower in the form for products, texts first.
         dtype: Dtype of the computation.
     """
     count = rows.images.shape[0]

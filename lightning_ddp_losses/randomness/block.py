@@ -1,4 +1,4 @@
-"""`global_randomness`: a block in which dropout, noise and all other draws of W ranks are those of one process."""
+"""`global_randomness`: a block in which dropout, noise and all other draws on W ranks are the same as in one process."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ from lightning_ddp_losses.randomness.step import RandomStep, active_step, rows_i
 
 @contextmanager
 def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> Iterator[None]:
-    """Draw random numbers inside the block as one process with the rows of all ranks draws them.
+    """Draw the same random numbers inside the block as one process with the rows of all ranks.
 
-    A draw with rows makes the numbers of all rows, in rank order, on every rank, and keeps those of this rank's rows. So row i of the
-    global batch loses the units that it loses in one process, and noise is that of one process.
+    A draw with rows draws the numbers of all rows on every rank, in rank order, and keeps the numbers of this rank's rows. Dropout thus
+    removes the same units of row i of the global batch as in one process, and noise is the same as in one process.
 
     Equivalent to: the block in one process on the concatenated batch, with the generators of rank 0, without this block.
 
-    Rows are told by where a tensor comes from. They are followed from the batch through operators that keep rows in their places, whatever
-    dimension they are in: ``(T, B, E)``, ``(B * H, T, T)`` in attention, two views after each other. A tensor that is made from sizes has
-    rows if one of them was read from such a tensor (``x.shape[0]``). Any other draw is an error, at the end of the block, until you say
-    what it is: ``with_rows(tensor)``, or ``shared_draws()`` around numbers that all rows share.
+    Rows are identified by the origin of a tensor. They are tracked from the batch through operators that keep rows in place, in any
+    dimension: ``(T, B, E)``, ``(B * H, T, T)`` in attention, two consecutive views. A tensor that is created from sizes has rows if one of
+    the sizes was read from a tensor with rows (``x.shape[0]``). Any other draw raises an error at the end of the block, unless you declare
+    it: with ``with_rows(tensor)``, or with ``shared_draws()`` around numbers that all rows share.
 
-    An order of rows, as in Mixup, is one of all rows if each rank has rows: ``order = torch.randperm(x.shape[0])``, also ``randint``,
-    ``multinomial`` with replacement or without, and ``argsort`` of draws, one number for each row. ``x[order]`` picks rows of all ranks,
-    and their gradients go back to the ranks that have them. Any other use of an order is an error.
+    If each rank has rows, an order of rows, as in Mixup, is an order of the rows of all ranks: ``order = torch.randperm(x.shape[0])``, also
+    ``randint``, ``multinomial`` with or without replacement, and ``argsort`` of draws, with one number per row. ``x[order]`` selects rows
+    of all ranks, and their gradients are sent back to the ranks that hold them. Any other use of an order raises an error.
 
     Args:
         rows: The batch of this rank: a tensor, or a nest of tensors with rows.
-        row_dim: Dimension of the batch that counts its rows.
+        row_dim: Dimension of the rows in the batch.
         group: Process group. None is the world.
 
-    Gradient: put forward, loss and backward into the block. Activation checkpointing draws again in backward, which outside of the block
-        would be other numbers.
+    Gradient: run forward, loss and backward inside the block. Activation checkpointing draws again in backward, which outside the block
+        would yield different numbers.
 
-    Communication: one handshake when the block begins and one when it ends. One more each if generators are in different states, as after
-        a step in which a rank had no rows. For each ``x[order]`` a handshake and a gather of all rows, and an exchange of as many in
-        backward. None in a world of one, where nothing changes.
+    Communication: one handshake when the block begins and one when it ends. One more each if generators are in different states, such as
+        after a step in which a rank had zero rows. For each ``x[order]`` a handshake and a gather of all rows, and an exchange of the same
+        size in backward. None in a world of one, where the block has no effect.
 
     Raises:
         ConfigurationError: on every rank, for an operator whose numbers cannot be drawn row by row (fused attention with dropout,
-            ``poisson``, ``rrelu``), for draws that decide the order of rows otherwise than above, and for a draw whose rows are not
-            certain, with the user's line.
+            ``poisson``, ``rrelu``), for draws that determine the order of rows in other ways than above, and for a draw whose rows are
+            uncertain, with the user's line.
         InputError: on every rank, for a batch without rows.
         RankMismatchError: on every rank, at the end of the block, if ranks with rows drew differently.
 
-    The price: each rank draws for all rows, so a draw takes W times as long, and each operator is followed in Python. A step of an encoder
-    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times on 8. A rank with one row runs each
-    call of forward for two rows as well, as one row does not show which dimension counts rows. Not followed:
-    generators that the user makes in numpy or Python, branches on ``len(x)``, and loops that draw once for each row of the rank. Batch norm
-    without synchronisation is another layer on W ranks, with draws or without.
+    The cost: each rank draws for all rows, so a draw takes W times as long, and each operator is tracked in Python. A step of an encoder
+    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times as long on 8. A rank with one row also runs
+    each call of forward for two rows, because one row does not show which dimension contains the rows. Generators that the user creates in
+    numpy or Python, branches on ``len(x)``, and loops that draw once per row of the rank are not tracked. Batch norm without
+    synchronization is a different layer on W ranks, with or without draws.
 
     Example:
         >>> import torch
@@ -77,13 +77,13 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
 
 @contextmanager
 def shared_draws() -> Iterator[None]:
-    """Draw numbers that all rows of all ranks share, as Mixup's coefficient: from torch's, numpy's or Python's generator.
+    """Draw numbers that all rows of all ranks share, such as Mixup's coefficient, from torch's, numpy's or Python's generator.
 
-    Outside of ``global_randomness`` nothing happens.
+    Outside ``global_randomness``, this has no effect.
 
     Raises:
-        ConfigurationError: on every rank, at the end of ``global_randomness``, if a rank has no rows, for draws from a tensor with rows,
-            and for rows that are picked or reordered in such a step.
+        ConfigurationError: on every rank, at the end of ``global_randomness``, if a rank has zero rows, for draws from a tensor with rows,
+            and for rows that are selected or reordered in such a step.
 
     Example:
         >>> import torch
@@ -99,17 +99,17 @@ def shared_draws() -> Iterator[None]:
 
 
 def with_rows(tensor: Tensor, dim: int = 0) -> Tensor:
-    """Say that a dimension of a tensor counts the rows of the batch, in their order. Outside of ``global_randomness`` nothing happens.
+    """Declare that a dimension of a tensor contains the rows of the batch, in order. Has no effect outside ``global_randomness``.
 
     Args:
-        tensor: A tensor that will be drawn into, or that a draw takes its shape from.
+        tensor: A tensor that a draw will write into, or from which a draw takes its shape.
         dim: The dimension.
 
     Returns:
         The tensor.
 
     Raises:
-        InputError: for a dimension that the tensor does not have.
+        InputError: if the tensor does not have the dimension.
 
     Example:
         >>> import torch
@@ -124,9 +124,9 @@ def with_rows(tensor: Tensor, dim: int = 0) -> Tensor:
 
 
 def without_rows(tensor: Tensor) -> Tensor:
-    """Say that no dimension of a tensor counts rows of the batch (a mask of as many entries).
+    """Declare that no dimension of a tensor contains rows of the batch (such as a mask with as many entries).
 
-    Outside of ``global_randomness`` nothing happens.
+    Outside ``global_randomness``, this has no effect.
 
     Example:
         >>> import torch

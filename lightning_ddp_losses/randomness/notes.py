@@ -1,4 +1,4 @@
-"""`DrawNote` and `Refusal`: what a rank notes of a step, with the user's line, and what it reads of an operator for that."""
+"""`DrawNote` and `Refusal`: what a rank records during a step, with the user's line, and functions that inspect operators for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DrawNote(NamedTuple):
     """A draw of this rank.
 
     Attributes:
-        what: Operator, shape and dtype, with ``rows`` in the place of a number of rows. Equal on all ranks.
+        what: Operator, shape and dtype, with ``rows`` instead of the number of rows. Equal on all ranks.
         line: The user's line.
     """
 
@@ -23,11 +23,11 @@ class DrawNote(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Something that cannot be as it is in one process.
+    """Something that cannot be made equal to one process.
 
     Attributes:
         what: The operator and the user's line.
-        got: What it is.
+        got: Description of the problem.
         fix: What to do.
     """
 
@@ -37,7 +37,7 @@ class Refusal(NamedTuple):
 
 
 def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator by name, defaults included."""
+    """Return the arguments of an operator by name, including defaults."""
     schema = compat.operator_schema(func)
     values = {}
     for number, argument in enumerate(schema.arguments):
@@ -57,7 +57,7 @@ _LIBRARIES = (
 
 
 def users_line() -> str:
-    """Return file and line of the innermost frame of the user's code."""
+    """Return the file and line of the innermost frame of the user's code."""
     frame: Any = inspect.currentframe()
     while frame is not None:
         if is_of_user(frame):
@@ -69,6 +69,6 @@ def users_line() -> str:
 
 
 def is_of_user(frame: Any) -> bool:
-    """Return whether a frame runs code of none of these libraries. The module tells, as folders may have any name."""
+    """Return whether a frame belongs to none of these libraries, judged by module because folders may have any name."""
     module = str(frame.f_globals.get("__name__", ""))
     return module.partition(".")[0] not in _LIBRARIES

@@ -1,8 +1,9 @@
-"""`OneRowDraws`: the step of a rank with one row, which does not show where it is: each call runs for two rows first.
+"""`OneRowDraws`: the step of a rank with one row, in which each call first runs for two rows.
 
-With one row, sizes and strides do not tell which dimension counts rows. So each call of the user runs twice: for the *twin*, two rows that
-are both this row, without gradients and with the generators put back, and then for the row. The twin is followed as any rows are
-(``RowDraws``). What it draws says where the row is, in which order of memory, and what is noted or refused.
+With one row, sizes and strides do not show which dimension contains the rows. Each call of the user therefore runs twice: first for the
+*twin*, which contains this row twice, without gradients and with the generators restored afterwards, and then for the row. The twin is
+tracked like any other rows (``RowDraws``). Its draws determine the position of the row, the order of memory, and what is recorded or
+refused.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _NUMBERS = {"item", "__float__", "__int__", "__bool__", "__index__", "__complex_
 
 
 class CollectiveError(Exception):
-    """A call would exchange between ranks for the twin."""
+    """A call of the twin would communicate with other ranks."""
 
 
 class TwinDraw(NamedTuple):
@@ -49,9 +50,9 @@ class TwinDraw(NamedTuple):
 
     Attributes:
         name: The operator.
-        place: Where the rows are in it. None if it is the same for all rows, or refused.
-        orders: The dimensions of each tensor among its arguments, the outermost in memory first.
-        shapes: Their shapes.
+        place: Position of the rows in it. None if it is equal for all rows, or refused.
+        orders: The dimensions of each tensor argument, outermost in memory first.
+        shapes: Shapes of the tensor arguments.
     """
 
     name: str
@@ -61,11 +62,11 @@ class TwinDraw(NamedTuple):
 
 
 class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
-    """Sees the operators of the twin.
+    """Processes the operators of the twin.
 
     Args:
-        rows: Rows of this rank among those of all ranks.
-        orders: Draws orders of rows, None if they cannot be exchanged.
+        rows: Rows of this rank among the rows of all ranks.
+        orders: Draws orders of rows. None if rows cannot be exchanged.
     """
 
     def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
@@ -82,13 +83,13 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """See the operators inside the block."""
+        """Process the operators inside the block."""
         with compat.around_fsdp_exchanges(self.paused), self._sizes, compat.in_backward(self._sizes), self._own:
             yield
         self._end()
 
     def mark(self, tensor: Tensor, mark: Mark) -> None:
-        """Say where the row of a tensor is."""
+        """Set the position of the row in a tensor."""
         if mark.place is None:
             self._twins.forget_(tensor)
             return
@@ -97,14 +98,14 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         self._twins.write_(tensor, twin)
 
     def mark_of(self, tensor: Tensor) -> Mark:
-        """Return where the rows of a tensor of the twin are."""
+        """Return the mark of a tensor of the twin."""
         known = self._table.read(tensor)
         if known is None:
             return WITHOUT_ROWS
         return known
 
     def mark_of_own(self, tensor: Tensor) -> Mark:
-        """Return where the row of a tensor is."""
+        """Return the mark of a tensor of the row."""
         twin = self._twins.read(tensor)
         if twin is None:
             return WITHOUT_ROWS
@@ -121,7 +122,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------ calls of the user
 
     def _run_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of the user for the twin, and then for the row."""
+        """Run a call of the user first for the twin and then for the row."""
         name = getattr(func, "__name__", "")
         if name in _NOT_TWICE or self._is_twin_running:
             return func(*args, **kwargs)
@@ -151,7 +152,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
                 raise ValueError("rows in an unknown place")
             with torch.no_grad(), self:
                 return True, tensors_in(func(*call.args, **call.kwargs))
-        except Exception:  # whatever two rows cannot do, the row does without being followed
+        except Exception:  # if the call fails for two rows, it runs for the row without being tracked
             del self.notes[notes:]
             self._drawn = []
             self._refuse_unfollowed(name, call)
@@ -160,13 +161,13 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
             self._is_twin_running = False
 
     def _in_range(self, part: Any) -> Any:
-        """Return an order that picks this rank's row, in a step that has refused how it is used."""
+        """Return an order that selects this rank's row, for a step that has refused a misused order."""
         if isinstance(part, Tensor) and self.mark_of_own(part).is_order:
             return torch.zeros_like(part)
         return part
 
     def _refuse_unfollowed(self, name: str, call: _TwinCall) -> None:
-        """Refuse a call that cannot be followed, if draws are in it that may decide the order of rows."""
+        """Refuse a call that cannot be tracked, if it involves draws that may determine the order of rows."""
         marks = [self.mark_of_own(tensor) for tensor in call.own]
         if compat.graph_task_id() != -1:
             return
@@ -182,7 +183,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
             )
 
     def _bind(self, name: str, call: _TwinCall, results: Sequence[Tensor], twins: Sequence[Tensor] | None) -> None:
-        """Note the twins of the results, and of what the call has written to."""
+        """Record the twins of the results and of tensors that the call has written to."""
         if twins is None or len(twins) != len(results):
             if call.has_twins or twins is not None:
                 for tensor in results:
@@ -208,7 +209,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         self._twins.write_(tensor, twin if is_alike or mark.is_lost else NO_TWIN)
 
     def _lose(self, name: str, func: Any, marks: Sequence[Mark], outputs: Sequence[Tensor]) -> None:
-        """Mark results as lost. An order of one row takes no draw, so rows must not be picked by numbers from elsewhere."""
+        """Mark results as lost, and refuse rows selected by numbers not computed from the batch (an order of one row may not be drawn)."""
         super()._lose(name, func, marks, outputs)
         has_rows = any(mark.place is not None for mark in marks)
         has_others = any(mark.place is None and not mark.is_lost for mark in marks)
@@ -232,12 +233,12 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
             super()._compare_state(where)
 
     def note_state(self) -> None:
-        """Note the state after a draw of the row."""
+        """Record the state after a draw of the row."""
         if not self._is_twin_running:
             super().note_state()
 
     def _run(self, func: Any, args: Any, kwargs: Any, place: RowPlace | None, line: str) -> Any:
-        """Draw for the twin, and put the generators back."""
+        """Draw for the twin, and restore the generators."""
         refused = len(self.refusals)
         given = tensors_in((args, kwargs))
         name = operator_name(func)
@@ -252,7 +253,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         return result
 
     def draw_own(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Draw for this rank's row what the twin has drawn."""
+        """Repeat the twin's draw for this rank's row."""
         name, line = operator_name(func), users_line()
         if kwargs.get("generator") is None:
             self._compare_state(f"{name} at {line}")
@@ -269,7 +270,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         return result
 
     def _draw_in_order(self, func: Any, args: Any, kwargs: dict[str, Any], draw: TwinDraw, line: str) -> Any:
-        """Draw with tensors whose memory is in the order of the twin's."""
+        """Draw with tensors whose memory order equals that of the twin."""
         given = tensors_in((args, kwargs))
         laid_out = []
         for tensor, order, shape in zip(given, draw.orders, draw.shapes, strict=True):
@@ -295,7 +296,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         return result
 
     def lose_own(self, tensors: Sequence[Tensor]) -> None:
-        """Lose rows that are exchanged between ranks."""
+        """Mark tensors as lost if rows are exchanged between ranks."""
         marks = [self.mark_of_own(tensor) for tensor in tensors]
         if any(mark.place is not None or mark.is_lost for mark in marks):
             for tensor in tensors:
@@ -303,7 +304,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
 
     @property
     def is_twin_running(self) -> bool:
-        """Whether operators are those of the twin."""
+        """Whether the current operators belong to the twin."""
         return self._is_twin_running
 
     def _refuse_other_draws(self, name: str) -> None:
@@ -315,10 +316,10 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
 
 
 class OwnDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators of the row.
+    """Processes the operators of the row.
 
     Args:
-        draws: Sees those of the twin.
+        draws: Processes the operators of the twin.
     """
 
     def __init__(self, draws: OneRowDraws) -> None:
@@ -340,20 +341,20 @@ class OneRowSizes(RowSizes):
     """Marks sizes that are read from tensors with one row."""
 
     def may_count_rows(self, size: int) -> bool:
-        """Return whether a number that was not read as a number of rows may be one: any, as soon as there is a plain 1 of it."""
+        """Return whether a number may be a number of rows: any plain positive number, once a number of rows has become a plain number."""
         return not isinstance(size, OtherSize) and size > 0 and self.has_escaped()
 
 
 class _TwinCall:
-    """A call of the user with the twins of its tensors.
+    """A call of the user with its tensors replaced by their twins.
 
     Attributes:
-        args: Arguments.
-        kwargs: Named arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         own: The tensors of the call that runs for the row.
-        copies: Tensors without rows, their copies, and the copies' versions.
-        is_lost: Whether a tensor has rows in an unknown place.
-        has_twins: Whether a tensor has rows, or may have some.
+        copies: Tensors without rows, their copies, and the versions of the copies.
+        is_lost: Whether a tensor has rows in an unknown position.
+        has_twins: Whether a tensor has rows or may have rows.
     """
 
     def __init__(self, twins: TwinTable, args: Any, kwargs: dict[str, Any]) -> None:
@@ -381,7 +382,7 @@ class _TwinCall:
         return twin
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without rows, which the call for the twin must not change."""
+        """Return a copy of a tensor without rows, so that the call for the twin does not change the original."""
         plain = tensor.detach()
         if isinstance(tensor, nn.Parameter):
             return plain
@@ -393,13 +394,13 @@ class _TwinCall:
 
 
 def _new_in_order(like: Tensor, order: Sequence[int]) -> Tensor:
-    """Return new memory with dimensions in this order, the outermost first."""
+    """Return an uninitialized tensor whose dimensions are in this order in memory, outermost first."""
     memory = like.new_empty([like.shape[dim] for dim in order])
     return memory.permute([order.index(dim) for dim in range(like.ndim)])
 
 
 def _in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """Return the same elements with strides that show where a dimension of size 1 is in this order."""
+    """Return the same elements with strides that place dimensions of size 1 according to this order."""
     strides = list(tensor.stride())
     step = 1
     for dim in reversed(order):

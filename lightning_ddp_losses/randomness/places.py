@@ -1,9 +1,9 @@
-"""`RowPlace` and `Mark`: where the rows of the batch are in a tensor of a step.
+"""`RowPlace` and `Mark`: the position of the batch's rows in a tensor of a step.
 
-A tensor of ``B`` local rows is often laid out with the rows first, as ``(B, D)``. It may be ``(T, B, D)`` too, ``(B * H, T, T)`` in
-attention, or ``(2 * B, D)`` after two views were concatenated. In one process the same tensor has ``G`` rows in the same place.
+A tensor of ``B`` local rows often has the rows first, as in ``(B, D)``. It may also be ``(T, B, D)``, ``(B * H, T, T)`` in attention, or
+``(2 * B, D)`` after two views were concatenated. In one process, the same tensor has ``G`` rows in the same position.
 
-With one row, sizes and strides do not tell what counts rows (``one_row``).
+With one row, sizes and strides do not show which dimension contains the rows (``one_row``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class RowPlace(NamedTuple):
-    """A dimension of size ``outer * B * inner`` that counts the rows.
+    """A dimension of size ``outer * B * inner`` that contains the rows.
 
     Attributes:
         dim: The dimension.
-        outer: Number of blocks of all rows, one after the other (two views: 2).
-        inner: Number of entries of each row next to each other (heads).
+        outer: Number of consecutive blocks of all rows (2 for two views).
+        inner: Number of consecutive entries of each row (heads).
     """
 
     dim: int
@@ -30,14 +30,14 @@ class RowPlace(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is known of a tensor.
+    """Information about a tensor.
 
     Attributes:
-        place: Where the rows are. None if no dimension is known to count them.
-        is_lost: Whether rows may be in it in an unknown place or another order.
-        is_drawn: Whether its values come from draws only.
-        is_summed: Whether draws of this rank's rows were summed in it.
-        is_order: Whether its values are numbers of rows of all ranks.
+        place: Position of the rows. None if no dimension is known to contain them.
+        is_lost: Whether it may contain rows in an unknown position or order.
+        is_drawn: Whether its values were computed only from draws.
+        is_summed: Whether it contains sums of draws over this rank's rows.
+        is_order: Whether its values are indices of rows of all ranks.
     """
 
     place: RowPlace | None = None
@@ -52,13 +52,13 @@ LOST = Mark(is_lost=True)
 
 
 class Rows(NamedTuple):
-    """The rows of this rank among those of all ranks.
+    """The rows of this rank among the rows of all ranks.
 
     Attributes:
         local: Number of rows of this rank.
-        start: Number of rows of the ranks before it.
+        start: Number of rows of all lower ranks.
         total: Number of rows of all ranks.
-        order: Place of each local row among all rows. None: one after the other, from ``start`` on.
+        order: Index of each local row among all rows. If None, they are consecutive, beginning at ``start``.
     """
 
     local: int
@@ -68,14 +68,14 @@ class Rows(NamedTuple):
 
 
 def whole_shape(shape: Sequence[int], place: RowPlace, total: int) -> list[int]:
-    """Return the shape in one process with so many rows."""
+    """Return the shape in one process with ``total`` rows."""
     whole = list(map(int, shape))
     whole[place.dim] = place.outer * total * place.inner
     return whole
 
 
 def own_part(whole: Tensor, place: RowPlace, rows: Rows) -> Tensor:
-    """Return this rank's rows of a tensor of all rows, as a view where possible."""
+    """Return this rank's rows of a tensor of all rows, as a view if possible."""
     if rows.order is not None:
         own = empty_whole(whole, place, rows.local)
         picked = _rows_apart(whole, place, rows.total)[_at(place, rows.order)]
@@ -99,7 +99,7 @@ def put_own_(whole: Tensor, own: Tensor, place: RowPlace, rows: Rows) -> None:
 
 
 def _blocks(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
-    """Return a tensor with one more dimension, for the blocks of all rows."""
+    """Return a view with an additional dimension for the blocks of all rows."""
     shape = list(tensor.shape)
     shape[place.dim : place.dim + 1] = [place.outer, rows * place.inner]
     strides = list(tensor.stride())
@@ -109,7 +109,7 @@ def _blocks(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
 
 
 def _rows_apart(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
-    """Return a view with three dimensions in place of that of the rows: blocks, rows, entries of a row."""
+    """Return a view in which the dimension of the rows is split into blocks, rows, and entries of a row."""
     shape = list(tensor.shape)
     shape[place.dim : place.dim + 1] = [place.outer, rows, place.inner]
     strides = list(tensor.stride())
@@ -124,9 +124,9 @@ def _at(place: RowPlace, order: Sequence[int]) -> tuple[Any, ...]:
 
 
 def empty_whole(like: Tensor, place: RowPlace, total: int) -> Tensor:
-    """Return memory for all rows, in the order of memory that ``like`` has.
+    """Return an uninitialized tensor for all rows, with the same order of dimensions in memory as ``like``.
 
-    A generator fills memory in its order, so a transposed tensor must be drawn transposed.
+    A generator fills memory in order, so a transposed tensor must be drawn transposed.
     """
     order = memory_order(like)
     shape = whole_shape(like.shape, place, total)
@@ -135,13 +135,13 @@ def empty_whole(like: Tensor, place: RowPlace, total: int) -> Tensor:
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Return the dimensions of a tensor, the outermost in memory first. A dimension of size 1 is an inner one."""
+    """Return the dimensions of a tensor, outermost in memory first. At equal strides, dimensions of size 1 come last."""
     strides, shape = tensor.stride(), tensor.shape
     return sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], shape[dim] == 1))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether each place in a tensor's memory belongs to exactly one element."""
+    """Return whether each position in a tensor's memory belongs to exactly one element."""
     step = 1
     for dim in reversed(memory_order(tensor)):
         if tensor.shape[dim] == 1:
@@ -153,13 +153,13 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def place_in_view(shape: Sequence[int], place: RowPlace, rows: int, new_shape: Sequence[int]) -> RowPlace | None:
-    """Return where the rows are after ``view``. None if no dimension counts them. With two rows or more it is at most one.
+    """Return the position of the rows after ``view``, or None if no dimension contains them. With two or more rows it is unique.
 
     Args:
-        shape: Shape before.
-        place: Place of the rows before.
+        shape: Shape before the view.
+        place: Position of the rows before the view.
         rows: Number of rows.
-        new_shape: Shape after.
+        new_shape: Shape after the view.
     """
     before = math.prod(shape[: place.dim]) * place.outer
     after = math.prod(shape[place.dim + 1 :]) * place.inner

@@ -1,8 +1,9 @@
-"""`RowDraws`: the mode of a step in which a draw with rows is this rank's part of the draw that one process makes for all rows.
+"""`RowDraws`: the mode of a step, in which a draw with rows is this rank's part of the draw that one process makes for all rows.
 
-The mode sees each operator of forward, loss and backward. It follows the rows from the batch on (``rules``), draws for all rows where
-an operator draws for rows (``whole_draws``), and notes each draw, so that ranks can compare them. Whatever it cannot follow it refuses. A
-refusal is kept until the end of the step, where all ranks raise it: until then the operator draws on its own, and no rank is left alone.
+The mode processes each operator of forward, loss and backward. It tracks rows from the batch on (``rules``), draws for all rows if an
+operator draws for rows (``whole_draws``), and records each draw for comparison between ranks. It refuses everything that it cannot track. A
+refusal is stored until the end of the step, where all ranks raise it. Until then the operator draws only for this rank, so that no rank
+waits for another one.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ _REORDERS = {"index", "index_select", "take", "gather", "flip", "roll", "slice",
 
 
 class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators of a step.
+    """Processes the operators of a step.
 
     Args:
-        rows: Rows of this rank among those of all ranks.
-        orders: Draws orders of rows, None if they cannot be exchanged.
+        rows: Rows of this rank among the rows of all ranks.
+        orders: Draws orders of rows. None if rows cannot be exchanged.
 
     Attributes:
         notes: The draws so far.
-        refusals: What cannot be as it is in one process.
-        sharing: Whether draws are declared to be the same for all rows.
+        refusals: Operations that cannot be made equal to one process.
+        sharing: Whether draws are declared to be equal for all rows.
     """
 
     def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
@@ -70,7 +71,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """See the operators inside the block. A rank without rows draws nothing that anybody uses, and runs without the mode."""
+        """Process the operators inside the block. A rank without rows runs without the mode, because its draws are not used."""
         if not self._rows.local:
             yield
             return
@@ -80,7 +81,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._end()
 
     def _end(self) -> None:
-        """Refuse what is known at the end of the step only."""
+        """Refuse what can only be determined at the end of the step."""
         self._compare_state("the end of the step")
         if self._sizes.use.branch:
             self.refuse(
@@ -90,20 +91,20 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def digest(self) -> bytes:
-        """Return a hash of what was drawn, equal on all ranks with rows that draw the same."""
+        """Return a hash of the draws, equal on all ranks with rows that draw the same."""
         text = "\n".join(note.what for note in self.notes)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def mark(self, tensor: Tensor, mark: Mark) -> None:
-        """Say where the rows of a tensor are."""
+        """Set the mark of a tensor."""
         self._table.write_(tensor, mark)
 
     def mark_of(self, tensor: Tensor) -> Mark:
-        """Return where the rows of a tensor are."""
+        """Return the mark of a tensor."""
         known = self._table.read(tensor)
         if known is not None:
             return known
-        # a tensor from outside of the step
+        # a tensor that was created outside the step
         known = WITHOUT_ROWS
         is_parameter = isinstance(tensor, nn.Parameter)
         if not is_parameter and any(self._sizes.may_count_rows(size) for size in tensor.shape):
@@ -112,30 +113,30 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known
 
     def mark_of_own(self, tensor: Tensor) -> Mark:
-        """Return where this rank's rows are in a tensor."""
+        """Return the mark of a tensor with this rank's rows."""
         return self.mark_of(tensor)
 
     def refuse(self, what: str, got: str, fix: str) -> None:
-        """Note something that cannot be as it is in one process."""
+        """Record a refusal of something that cannot be made equal to one process."""
         self.refusals.append(Refusal(what, got, fix))
 
     def begin_sharing(self) -> None:
-        """Let draws be the same for all rows."""
+        """Treat draws as equal for all rows from now on."""
         self.sharing = True
 
     def end_sharing(self) -> None:
-        """Let draws have rows again."""
+        """Treat draws as draws with rows again."""
         self.sharing = False
         self._has_shared = True
 
     @property
     def is_paused(self) -> bool:
-        """Whether operators are no part of the step."""
+        """Whether operators are currently not part of the step."""
         return self._is_paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See nothing inside the block: neither operators nor sizes."""
+        """Ignore operators and sizes inside the block."""
         before = self._is_paused, self._sizes.is_paused
         self._is_paused = self._sizes.is_paused = True
         try:
@@ -146,7 +147,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------ calls of the user
 
     def run_call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of the user. One that draws an order of rows, or picks rows by one, takes the rows of all ranks."""
+        """Run a call of the user. Calls that draw an order of rows, or select rows by it, apply to the rows of all ranks."""
         name = getattr(func, "__name__", "")
         if self._orders is None or name not in CALLS_WITH_ORDERS:
             return self._run_plain(func, args, kwargs)
@@ -162,7 +163,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return picked
 
     def _run_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of the user as it is."""
+        """Run a call of the user unchanged."""
         return func(*args, **kwargs)
 
     def _draw_order(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -210,7 +211,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _misuse(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Refuse an order that does not pick rows. Return arguments with numbers of this rank's rows, with which the step ends."""
+        """Refuse an order that does not select rows, and return arguments with indices of this rank's rows so that the step can finish."""
         self._has_misused_order = True
         self.refuse(
             f"{name} at {users_line()}",
@@ -257,7 +258,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lose(name, func, marks, outputs)
 
     def _refuse_sum(self, name: str) -> None:
-        """Refuse a mean of this rank's draws next to rows: in one process it is a mean over the rows of all ranks."""
+        """Refuse combining rows with a mean of this rank's draws, which in one process is a mean over the rows of all ranks."""
         if compat.graph_task_id() == -1:
             self.refuse(
                 f"{name} at {users_line()}",
@@ -266,7 +267,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _lose(self, name: str, func: Any, marks: Sequence[Mark], outputs: Sequence[Tensor]) -> None:
-        """Mark results as lost. In forward, draws must not decide the order of rows."""
+        """Mark results as lost. In forward, draws must not determine the order of rows."""
         changes = compat.operator_schema(func).is_mutable
         for output in outputs:
             if changes:
@@ -300,7 +301,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks: Sequence[Mark],
         outputs: Sequence[Tensor],
     ) -> list[RowPlace | None] | None:
-        """Return where the rows are in the results. None if it is not known."""
+        """Return the positions of the rows in the results, or None if they are unknown."""
         places = {id(tensor): mark.place for tensor, mark in zip(tensors, marks, strict=True) if mark.place is not None}
         call = OperatorCall(
             name,
@@ -322,7 +323,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _mark_by_size(self, name: str, tensors: Sequence[Tensor], shape: Sequence[int]) -> Mark:
-        """Return the mark of a result whose arguments have no rows. Its sizes may have been read from a tensor with rows."""
+        """Return the mark of a result whose arguments do not have rows, but whose sizes may have been read from a tensor with rows."""
         if tensors and name not in MAKES_SHAPE:
             return WITHOUT_ROWS
         return mark_by_size(self._sizes, shape, self._rows.local)
@@ -355,7 +356,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _place_drawn(
         self, name: str, func: Any, tensors: Sequence[Tensor], marks: Sequence[Mark], shape: Sequence[int], line: str
     ) -> RowPlace | None:
-        """Return where the rows are in a draw, None for a draw that is the same for all rows. Note a refusal if that is not certain."""
+        """Return the position of the rows in a draw, or None for a draw that is equal for all rows. Records a refusal if uncertain."""
         what = f"{name} of shape {tuple(map(int, shape))} at {line}"
         if not tensors:
             marks = [self._mark_by_size(name, (), shape)]
@@ -401,7 +402,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     def _compare_state(self, where: str) -> None:
-        """Refuse draws that no operator has made."""
+        """Refuse draws that were not made by an operator."""
         if not self._generator.has_moved_unseen():
             return
         self.refuse(
@@ -411,7 +412,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def note_state(self) -> None:
-        """Note the state after a draw."""
+        """Record the state after a draw."""
         self._generator.note_draw()
 
     def _refuse_reading(self, name: str) -> None:

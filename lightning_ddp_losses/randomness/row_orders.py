@@ -1,8 +1,8 @@
-"""`RowOrders`: orders of rows whose partners are on other ranks, as Mixup draws them, and the rows that they pick.
+"""`RowOrders`: orders of rows whose partners are on other ranks, as drawn by Mixup, and the rows that they select.
 
-``order = torch.randperm(x.shape[0])`` is this rank's part of the order of all rows: numbers of rows of all ranks. ``x[order]`` then gathers
-the rows of all ranks and takes those, with the gradient of one process: each rank receives the gradients of its rows from all ranks.
-An order that is used otherwise is an error.
+``order = torch.randperm(x.shape[0])`` is this rank's part of an order of all rows, and contains indices of rows of all ranks. ``x[order]``
+then gathers the rows of all ranks and selects from them, with the gradient of one process: each rank receives the gradients of its rows
+from all ranks. Any other use of an order is an error.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightning_ddp_losses.randomness.row_sizes import RowCount
 
 FIRST = RowPlace(0)
 KEEP_ORDER = {"detach", "alias", "_to_copy", "lift_fresh", "clone", "contiguous"}
-"""Operators after which an order is the same order."""
+"""Operators whose result is the same order as their argument."""
 
 _PICKS = {"__getitem__", "index_select"}
 CALLS = _PICKS | {"randperm", "randint", "multinomial", "argsort"}
-"""Names of the calls that draw orders, or pick rows."""
+"""Names of the calls that draw orders or select rows."""
 
 
 class Pick(NamedTuple):
-    """Rows that an order picks.
+    """Rows that an order selects.
 
     Attributes:
-        tensor: With rows.
+        tensor: A tensor with rows.
         dim: The dimension of its rows.
     """
 
@@ -40,10 +40,10 @@ class Pick(NamedTuple):
 
 
 class RowOrders:
-    """Draws orders of the rows of all ranks, and exchanges the rows. Each rank has rows.
+    """Draws orders of the rows of all ranks, and exchanges the rows. Each rank must have rows.
 
     Args:
-        rows: Rows of this rank among those of all ranks.
+        rows: Rows of this rank among the rows of all ranks.
         group: Process group. None is the world.
     """
 
@@ -56,10 +56,10 @@ class RowOrders:
 
         Args:
             func: The call.
-            args: Arguments with which one process draws (``arguments_of_all``). Of tensors this rank's rows.
-            kwargs: Named arguments.
+            args: Arguments with which one process draws (``arguments_of_all``). Tensors contain this rank's rows.
+            kwargs: Keyword arguments.
 
-        Communication: of ``multinomial`` and ``argsort`` one handshake and one gather, of numbers.
+        Communication: for ``multinomial`` and ``argsort``, one handshake and one gather of numbers. Otherwise none.
         """
         with compat.without_dispatch_modes():
             given = [self._whole(part, 0) if isinstance(part, Tensor) else part for part in args]
@@ -69,12 +69,12 @@ class RowOrders:
     def arguments_of_all(
         self, name: str, args: Any, kwargs: dict[str, Any], marks: Mapping[int, Mark]
     ) -> list[Any] | None:
-        """Return the arguments with which one process draws an order. None for a call that draws none.
+        """Return the arguments with which one process draws an order, or None for a call that does not draw an order.
 
         Args:
             name: Name of the call.
-            args: Its arguments.
-            kwargs: Its named arguments.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
             marks: Marks of the tensors among them, by ``id``.
         """
         if any(isinstance(value, RowCount) for value in kwargs.values()) or "size" in kwargs or "out" in kwargs:
@@ -111,7 +111,7 @@ class RowOrders:
         return None
 
     def pick_of(self, name: str, args: Any, marks: Mapping[int, Mark]) -> Pick | None:
-        """Return what a call picks by an order, None for a call that picks nothing, or that cannot be exchanged.
+        """Return what a call selects by an order, or None if the call does not select rows or cannot be exchanged.
 
         Args:
             name: Name of the call.
@@ -130,7 +130,7 @@ class RowOrders:
         return Pick(args[0], dim)
 
     def rows_of(self, pick: Pick, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Return the rows that an order picks.
+        """Return the rows that an order selects.
 
         Gradient: each rank receives the gradients of its rows from all ranks.
 
@@ -147,7 +147,7 @@ class RowOrders:
 
 
 def _picked_dim(name: str, args: Any) -> tuple[int, Any]:
-    """Return the dimension along which a call picks, and its index. An index of None if it does more than that."""
+    """Return the dimension along which a call selects, and its index. The index is None if the call does anything more than that."""
     if name == "index_select":
         return (args[1], args[2]) if len(args) == 3 else (0, None)
     index = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -1,8 +1,8 @@
-"""`RowSizes`: sizes that are read from a tensor with rows remember that they count rows.
+"""`RowSizes`: sizes that are read from a tensor with rows are marked as numbers of rows.
 
-``torch.rand(x.shape[0], 3)`` draws for rows, and ``torch.rand(8, 3)`` may do so by chance. Inside the mode, ``x.shape`` and ``x.size()``
-give an ``int`` for the rows that says so, and a tensor that is made with it has rows. ``len(x)`` is a plain number, as Python makes one of
-it: a draw of that size is refused.
+``torch.rand(x.shape[0], 3)`` draws for rows, and the size in ``torch.rand(8, 3)`` may equal the number of rows by chance. Inside the mode,
+``x.shape`` and ``x.size()`` return a subclass of ``int`` for the number of rows, and a tensor that is created with it has rows. ``len(x)``
+is a plain number because Python converts it, so a draw of that size is refused.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_ddp_losses.randomness.places import Mark
 
 
 class SizeUse:
-    """What a step does with sizes.
+    """How a step uses sizes.
 
     Args:
         rows: Number of rows of this rank.
 
     Attributes:
-        largest_harmless: All ranks and one process have more rows than this.
+        largest_harmless: A number below the number of rows of every rank and of one process, so that comparisons with it are harmless.
         has_escaped: Whether a number of rows became a plain number.
-        branch: A comparison that another number of rows may decide otherwise. Empty if there was none.
+        branch: A comparison whose result may depend on the number of rows. Empty if there was none.
     """
 
     def __init__(self, rows: int) -> None:
@@ -39,18 +39,18 @@ class SizeUse:
 
 
 class OtherSize(int):
-    """A size that was read from a tensor with rows, and that does not count them."""
+    """A size that was read from a tensor with rows but is not the number of rows."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int.__int__(self),)
 
 
 class RowCount(int):
-    """A number of rows that was read from a tensor. What is computed from it is a ``RowProduct``.
+    """A number of rows that was read from a tensor. Results computed from it are of type ``RowProduct``.
 
     Attributes:
-        use: Notes what is done with it.
-        of_two: The number if this rank had two rows.
+        use: Records how it is used.
+        of_two: The value that it would have if this rank had two rows.
     """
 
     use: SizeUse
@@ -58,7 +58,7 @@ class RowCount(int):
 
     @classmethod
     def of(cls, value: int, use: SizeUse, of_two: int) -> RowCount:
-        """Return a number that notes what is done with it."""
+        """Return a number that records how it is used."""
         count = cls(value)
         count.use = use
         count.of_two = of_two
@@ -108,7 +108,7 @@ class RowCount(int):
 
 
 class RowProduct(RowCount):
-    """A number that was computed from a number of rows. Another number of rows may decide any comparison of it otherwise."""
+    """A number that was computed from a number of rows. The result of any comparison may depend on the number of rows."""
 
     def _largest_harmless(self) -> int:
         return -(1 << 62)
@@ -131,7 +131,7 @@ def _computed(name: str) -> Callable[[RowCount, Any], Any]:
 
 
 def _computed_of_two(operation: Callable[..., Any], count: RowCount, others: Sequence[Any]) -> int:
-    """Return what an operation gives if this rank had two rows. What it then refuses is no size: -1."""
+    """Return the result of an operation if this rank had two rows, or -1, which is not a valid size, if the operation then fails."""
     others_of_two = [other.of_two if isinstance(other, RowCount) else other for other in others]
     try:
         value = operation(count.of_two, *others_of_two)
@@ -149,7 +149,7 @@ for _name in (
 
 
 def _user_compares() -> bool:
-    """Return whether the comparison that asks is in the user's code: three frames up."""
+    """Return whether the comparison, three frames up, is in the user's code."""
     frame: Any = inspect.currentframe()
     for _ in range(3):
         if frame is not None:
@@ -158,7 +158,7 @@ def _user_compares() -> bool:
 
 
 class RowSizes(TorchFunctionMode):
-    """Marks sizes that are read from tensors with rows, and notes those with which a tensor is made.
+    """Marks sizes that are read from tensors with rows, and records sizes with which a tensor is created.
 
     Args:
         mark_of: Returns the mark of a tensor.
@@ -166,12 +166,12 @@ class RowSizes(TorchFunctionMode):
         run_call: Runs a call of the user.
 
     Attributes:
-        use: What the step does with sizes.
-        is_paused: Whether sizes are read by the code that follows the rows.
-        given: Sizes of a shape that the user's call gives. None outside of such a call.
-        numbers: All numbers of such a call.
+        use: How the step uses sizes.
+        is_paused: Whether sizes are currently read by the code that tracks the rows.
+        given: Sizes of the shape that the user's call specifies. None outside of such a call.
+        numbers: All numbers among the arguments of such a call.
         reads_draws: Called for a call that reads draws into Python.
-        shares_memory: Called for a tensor whose memory other code may write.
+        shares_memory: Called for a tensor whose memory other code may write to.
     """
 
     def __init__(
@@ -223,11 +223,11 @@ class RowSizes(TorchFunctionMode):
         return self.given is not None and any(isinstance(size, RowProduct) for size in self.given)
 
     def has_escaped(self) -> bool:
-        """Return whether a number of rows became a plain number. What runs again in backward was looked at in forward."""
+        """Return whether a number of rows became a plain number. Layers that run again in backward were checked in forward."""
         return self.use.has_escaped and compat.graph_task_id() == -1
 
     def may_count_rows(self, size: int) -> bool:
-        """Return whether a number that was not read as a number of rows may be one."""
+        """Return whether a number that was not read as a number of rows may be a number of rows."""
         if isinstance(size, OtherSize):
             return False
         if self.has_escaped():
@@ -264,7 +264,7 @@ class RowSizes(TorchFunctionMode):
 
 
 def _sizes_among(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the sizes among the arguments of a call that makes a tensor or a view. None stands for a size that stays."""
+    """Return the sizes among the arguments of a call that creates a tensor or a view. None represents an unchanged size."""
     if name == "unflatten":
         return _sizes_unflattened(*args, **kwargs)
     for value in [*kwargs.values(), *reversed(args)]:

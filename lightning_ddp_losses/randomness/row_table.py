@@ -1,7 +1,7 @@
 """`RowTable`: the marks of the tensors of a step, by memory and layout.
 
-A mark on a Python object would be lost, as autograd makes other objects over the same memory: views, saved tensors, detached inputs of a
-recomputed layer. The table refers to memory weakly. Memory that was freed and allocated again is other memory.
+A mark on a Python object would be lost, because autograd creates other objects over the same memory: views, saved tensors, detached inputs
+of a recomputed layer. The table holds weak references to memory. Memory that was freed and allocated again counts as different memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowTable:
         self._sweep_at = FIRST_SWEEP
 
     def read(self, tensor: Tensor) -> Mark | None:
-        """Return the mark of a tensor. None if it has none."""
+        """Return the mark of a tensor, or None if it is not marked."""
         memory = compat.memory_reference(tensor)
         if memory is None or memory in self._lost:
             return LOST
@@ -38,7 +38,7 @@ class RowTable:
             return None
         known = layouts.get(layout_of(tensor))
         if known is None and any(mark.place is not None or mark.is_lost for mark in layouts.values()):
-            return LOST  # a view of rows that no operator has made
+            return LOST  # a view of rows that was not created by an operator
         return known
 
     def write_(self, tensor: Tensor, mark: Mark) -> None:
@@ -51,23 +51,23 @@ class RowTable:
             self._sweep()
 
     def lose_(self, tensor: Tensor) -> None:
-        """Mark all that is in a tensor's memory as lost."""
+        """Mark all tensors in the memory of a tensor as lost."""
         memory = compat.memory_reference(tensor)
         if memory is not None:
             self._lost.add(memory)
 
     def _sweep(self) -> None:
-        """Remove memory that is gone."""
+        """Remove entries whose memory was freed."""
         self._by_memory = alive_memory(self._by_memory)
         self._lost = {memory for memory in self._lost if not memory.expired()}  # type: ignore[no-untyped-call]
         self._sweep_at = max(FIRST_SWEEP, 2 * len(self._by_memory))
 
 
 def alive_memory(by_memory: dict[compat.MemoryReference, _Value]) -> dict[compat.MemoryReference, _Value]:
-    """Return the entries whose memory is not gone."""
+    """Return the entries whose memory was not freed."""
     return {memory: found for memory, found in by_memory.items() if not memory.expired()}  # type: ignore[no-untyped-call]
 
 
 def layout_of(tensor: Tensor) -> _Layout:
-    """Return where a tensor's elements are in its memory."""
+    """Return the layout of a tensor's elements in its memory."""
     return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()

@@ -1,7 +1,7 @@
-"""`places_after`: where the rows are in the results of an operator, from where they are in its arguments.
+"""`places_after`: the position of the rows in the results of an operator, given their position in its arguments.
 
-Rows are followed through operators that keep each row in its place, and no others: one rule for a family. An operator without a rule,
-or whose rule does not fit, loses the rows (`LostRowsError`): its results may contain rows in an unknown place or order.
+Rows are tracked only through operators that keep each row in place, with one rule per family of operators. An operator without a rule, or
+whose rule does not apply, loses the rows (`LostRowsError`): its results may contain rows in an unknown position or order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Places: TypeAlias = "list[RowPlace | None]"
 
 
 class LostRowsError(Exception):
-    """The rows cannot be followed through an operator."""
+    """The rows cannot be tracked through an operator."""
 
 
 class OperatorCall(NamedTuple):
@@ -27,10 +27,10 @@ class OperatorCall(NamedTuple):
     Attributes:
         name: Its name in aten.
         values: Its arguments.
-        places: Where the rows are in the tensors among the arguments that have any, by ``id``.
+        places: Positions of the rows in the tensor arguments that have rows, by ``id``.
         outputs: The tensors among its results.
         rows: Number of rows of this rank.
-        is_pointwise: Whether it treats each element alone.
+        is_pointwise: Whether it processes each element separately.
     """
 
     name: str
@@ -41,18 +41,18 @@ class OperatorCall(NamedTuple):
     is_pointwise: bool
 
     def place(self, name: str) -> RowPlace | None:
-        """Return where the rows are in an argument."""
+        """Return the position of the rows in an argument."""
         return self.places.get(id(self.values.get(name)))
 
     def needed_place(self, name: str) -> RowPlace:
-        """Return where the rows are in an argument, and nowhere else."""
+        """Return the position of the rows in an argument, which must be the only argument with rows."""
         place = self.place(name)
         if place is None or len(self.places) > 1:
             raise LostRowsError
         return place
 
     def dims(self, name: str, ndim: int) -> list[int]:
-        """Return an argument that names dimensions. None means all of them."""
+        """Return an argument that specifies dimensions, where None means all dimensions."""
         value = self.values.get(name)
         if value is None or value == []:
             return list(range(ndim))
@@ -65,10 +65,10 @@ Rule: TypeAlias = "Callable[[OperatorCall], Places]"
 
 
 def places_after(call: OperatorCall) -> Places:
-    """Return where the rows are in each result of an operator, of whose arguments at least one has rows.
+    """Return the position of the rows in each result of an operator with at least one argument that has rows.
 
     Raises:
-        LostRowsError: if that is not known.
+        LostRowsError: if it is unknown.
     """
     rule = _RULES.get(call.name)
     if rule is None and call.is_pointwise:
@@ -101,7 +101,7 @@ def _pointwise(call: OperatorCall) -> Places:
     for tensor in tensors:
         dim = place.dim - ndim + tensor.ndim
         if id(tensor) not in call.places and dim >= 0 and tensor.shape[dim] != 1:
-            raise LostRowsError  # as many entries as rows, and nobody knows where they come from
+            raise LostRowsError  # as many entries as rows, of unknown origin
     return [place] * len(call.outputs)
 
 
@@ -113,7 +113,7 @@ def _same(call: OperatorCall) -> Places:
 
 
 def _along(argument: str) -> Rule:
-    """Return the rule of an operator along one dimension, which the result has too."""
+    """Return the rule of an operator along one dimension that the result retains."""
 
     def rule(call: OperatorCall) -> Places:
         place = call.needed_place("self")
@@ -136,7 +136,7 @@ def _gather(call: OperatorCall) -> Places:
 
 
 def _reduced(call: OperatorCall) -> Places:
-    """A sum, a mean or a maximum: the rows are summed, or a later dimension moves to the left."""
+    """A sum, a mean or a maximum: the rows are reduced, or their dimension moves to the left."""
     place = call.needed_place("self")
     tensor = call.values["self"]
     dims = call.dims("dim", tensor.ndim)
@@ -148,7 +148,7 @@ def _reduced(call: OperatorCall) -> Places:
 
 
 def _value_of_rows(call: OperatorCall) -> Places:
-    """A maximum with its index: an index of a row is one of this rank."""
+    """A maximum with its index, where an index of a row would count this rank's rows."""
     place = call.needed_place("self")
     is_value = "dim" not in call.values
     if not is_value and place.dim in call.dims("dim", call.values["self"].ndim):
@@ -223,7 +223,7 @@ def _slice(call: OperatorCall) -> Places:
     is_along_rows = call.values["dim"] % before.ndim == place.dim
     end = call.values.get("end")
     if is_along_rows and end is not None and end <= before.shape[place.dim]:
-        raise LostRowsError  # as many rows as there are, perhaps by chance
+        raise LostRowsError  # the size equals the number of rows, possibly by chance
     return [place]
 
 
@@ -246,7 +246,7 @@ def _unbind(call: OperatorCall) -> Places:
 
 
 def _cat(call: OperatorCall) -> Places:
-    """Join along another dimension, or blocks of all rows (two views)."""
+    """Concatenate along another dimension, or concatenate blocks of all rows (two views)."""
     tensors = call.values["tensors"]
     dim = call.values.get("dim", 0) % call.outputs[0].ndim
     places = [call.places.get(id(tensor)) for tensor in tensors]
@@ -300,11 +300,11 @@ def _product(first: str, second: str) -> Rule:
 
 
 def _of_first_dim(argument: str, *without: int) -> Rule:
-    """Return the rule of a layer that treats each row of dimension 0 alone.
+    """Return the rule of a layer that processes each row of dimension 0 separately.
 
     Args:
-        argument: Its input. No other argument has rows.
-        without: Results without rows.
+        argument: Name of its input, which is the only argument with rows.
+        without: Indices of results without rows.
     """
 
     def rule(call: OperatorCall) -> Places:
@@ -317,7 +317,7 @@ def _of_first_dim(argument: str, *without: int) -> Rule:
 
 
 def _pooled(call: OperatorCall) -> Places:
-    """Dimensions of space are the last two, and before them are rows and channels."""
+    """The last two dimensions are spatial, preceded by rows and channels."""
     place = call.needed_place("self")
     if place.dim >= call.values["self"].ndim - 2:
         raise LostRowsError
@@ -369,7 +369,7 @@ def _attention(call: OperatorCall) -> Places:
 
 
 def _loss(call: OperatorCall) -> Places:
-    """A loss with ``reduction``: 0 is none, which keeps the rows in dimension 0."""
+    """A loss with ``reduction``, where 0 means none and keeps the rows in dimension 0."""
     places = {call.place("self"), call.place("target")}
     if places != {RowPlace(0)}:
         raise LostRowsError

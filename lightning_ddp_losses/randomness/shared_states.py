@@ -1,8 +1,8 @@
-"""`agree_on_states_`: the generators of all ranks in one state, at the beginning of a step and at its end.
+"""`take_states_`: sets the generators of all ranks to the same state, at the beginning and at the end of a step.
 
-Torch's generators of the CPU and the device, numpy's and Python's. In a block all ranks start from the states of rank 0, so a
-number without rows is equal on all ranks (Mixup's coefficient, from whichever generator). A rank without rows has drawn less: at the end it
-takes the states of a rank with rows.
+This covers torch's generators of the CPU and the device, and numpy's and Python's generators. In a block, all ranks start from the states
+of rank 0, so a number without rows is equal on all ranks (such as Mixup's coefficient, from any of the generators). A rank without rows has
+drawn less, and at the end takes the states of a rank with rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGEST_BYTES = 16
 
 
 def device_of_draws() -> torch.device:
-    """Return the device with a further generator, the current one of its kind. The CPU if none is in use."""
+    """Return the device with an additional generator, which is the current device of its type, or the CPU if no accelerator is in use."""
     in_use = devices_in_use()
     if not in_use:
         return torch.device("cpu")
@@ -39,16 +39,16 @@ def digest_of(states: Mapping[str, Tensor]) -> bytes:
 
 
 def take_states_(states: Mapping[str, Tensor], source: int, is_source: bool, group: Group) -> None:
-    """Put the generators of all ranks into the states of one rank.
+    """Set the generators of all ranks to the states of one rank.
 
     Args:
-        states: States of this rank (``read_random_states``), of the same generators on all ranks.
-        source: The rank whose states are taken.
-        is_source: Whether it is this rank.
+        states: States of this rank (``read_random_states``), for the same generators on all ranks.
+        source: The rank whose states are used.
+        is_source: Whether this rank is the source.
         group: Process group. None is the world.
 
     Raises:
-        RankMismatchError: on every rank, if ranks have other generators.
+        RankMismatchError: on every rank, if ranks have different generators.
 
     Communication: one handshake.
     """
@@ -69,7 +69,7 @@ def take_states_(states: Mapping[str, Tensor], source: int, is_source: bool, gro
 
 
 def torch_states(device: torch.device) -> Tensor:
-    """Return the states of torch's generators of the CPU and of a device, one after the other."""
+    """Return the concatenated states of torch's generators of the CPU and of a device."""
     state = torch.get_rng_state()
     if device.type == "cpu":
         return state
@@ -78,7 +78,7 @@ def torch_states(device: torch.device) -> Tensor:
 
 @contextmanager
 def generators_put_back(generator: torch.Generator | None) -> Iterator[None]:
-    """Put torch's generators, and one of the user, back into the states that they are in before the block."""
+    """Restore the states of torch's generators, and of a generator of the user, after the block."""
     device = device_of_draws()
     module = None if device.type == "cpu" else torch.get_device_module(device)
     state = torch.get_rng_state()

@@ -1,7 +1,7 @@
-"""What the sizes that the user gives a call say of the rows in its result.
+"""Which rows the sizes that the user passes to a call declare in its result.
 
-With ``B`` rows, a view or a new tensor may have a dimension of size ``B`` by chance. The sizes tell, as one that was read from a tensor
-with rows says that it counts them (``row_sizes``).
+With ``B`` rows, a view or a new tensor may have a dimension of size ``B`` by chance. The sizes distinguish these cases, because a number of
+rows that was read from a tensor with rows is marked (``row_sizes``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SPLITS = {"split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes
 
 
 def sizes_agree(sizes: RowSizes, call: OperatorCall, found: Sequence[RowPlace | None]) -> bool:
-    """Return whether the sizes that the user gives say for certain that the rows are where they seem to be.
+    """Return whether the sizes that the user passes confirm the apparent positions of the rows.
 
     Args:
-        sizes: Of the user's call.
-        call: An operator of it.
-        found: Where the rows seem to be in its results.
+        sizes: Sizes of the user's call.
+        call: An operator of that call.
+        found: Apparent positions of the rows in its results.
     """
     if call.name in _VIEWS:
         return _fits_sizes(sizes, found[0], call.outputs[0].shape)
@@ -38,10 +38,10 @@ def sizes_agree(sizes: RowSizes, call: OperatorCall, found: Sequence[RowPlace | 
 
 
 def mark_by_size(sizes: RowSizes, shape: Sequence[int], rows: int) -> Mark:
-    """Return the mark of a tensor that is made from sizes.
+    """Return the mark of a tensor that is created from sizes.
 
     Args:
-        sizes: Of the user's call.
+        sizes: Sizes of the user's call.
         shape: Shape of the tensor.
         rows: Number of rows of this rank.
     """
@@ -61,7 +61,7 @@ def mark_by_size(sizes: RowSizes, shape: Sequence[int], rows: int) -> Mark:
 
 
 def _stretches_no_rows(sizes: RowSizes, place: RowPlace | None, shape: Sequence[int]) -> bool:
-    """Return whether no number of rows is given for another dimension."""
+    """Return whether no other dimension has a number of rows as its size."""
     given = sizes.given
     if given is None or place is None:
         return False
@@ -73,7 +73,7 @@ def _stretches_no_rows(sizes: RowSizes, place: RowPlace | None, shape: Sequence[
 
 
 def _fits_sizes(sizes: RowSizes, place: RowPlace | None, shape: Sequence[int]) -> bool:
-    """Return whether the sizes that the user gives a view say for certain that the rows are there."""
+    """Return whether the sizes that the user passes to a view confirm the position of the rows."""
     given = sizes.given
     if given is None or place is None:
         return False

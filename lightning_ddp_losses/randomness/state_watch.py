@@ -1,4 +1,4 @@
-"""`StateWatch`: tells whether torch's generator has moved without a draw that the step has seen."""
+"""`StateWatch`: detects whether torch's generator has changed without a draw that the step has processed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch
 
 
 class StateWatch:
-    """The states in which the draws of a step have left torch's generators of the CPU and the device."""
+    """The states of torch's generators of the CPU and the device after the draws of a step."""
 
     def __init__(self) -> None:
         self._device = device_of_draws()
         self._states = [torch_states(self._device)] * 2  # after the last draw of forward, and after the last draw
 
     def note_draw(self) -> None:
-        """Note the state after a draw."""
+        """Record the state after a draw."""
         self._states[1] = torch_states(self._device)
         if compat.graph_task_id() == -1:
             self._states[0] = self._states[1]
 
     def has_moved_unseen(self) -> bool:
-        """Return whether the state is another one than after the last draw. Backward puts states back for layers that run again."""
+        """Return whether the state has changed since the last draw. In backward always False, as recomputed layers restore states."""
         if compat.graph_task_id() != -1:
             return False
         state = torch_states(self._device)

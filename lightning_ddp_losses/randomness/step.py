@@ -1,7 +1,7 @@
-"""`RandomStep`: a step of all ranks whose random numbers are those of one process.
+"""`RandomStep`: a step of all ranks with the same random numbers as in one process.
 
-At its beginning the ranks exchange their numbers of rows and start from the generators of rank 0. Inside, ``RowDraws`` draws for the rows
-of all ranks. At its end they compare what they have drawn, what they refuse, and the states that their generators are in.
+At its beginning, ranks exchange their numbers of rows and start from the generator states of rank 0. Inside, ``RowDraws`` draws for the
+rows of all ranks. At its end, ranks compare their draws, their refusals, and the states of their generators.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OTHER_GENERATORS = ("numpy", "python")
 
 
 class PlannedRows(NamedTuple):
-    """Rows of a batch that somebody has put together from the rows of a larger one.
+    """Rows of a batch that was assembled from the rows of a larger batch.
 
     Attributes:
-        order: Place of each row in the larger batch.
-        total: Rows of that batch.
+        order: Index of each row in the larger batch.
+        total: Number of rows of the larger batch.
         seed: Seed of its draws.
     """
 
@@ -47,7 +47,7 @@ class PlannedRows(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all rows, in their order."""
+        """Whether these are all rows of the larger batch, in order."""
         return self.order == tuple(range(self.total))
 
 
@@ -56,14 +56,14 @@ class RandomStep:
 
     Args:
         batch: The batch of this rank: a tensor or a nest of tensors with rows.
-        row_dim: The dimension of the batch that counts its rows.
+        row_dim: The dimension of the rows in the batch.
         group: Process group. None is the world.
-        planned: Which rows of a larger batch they are. None: the ranks' batches after each other are that batch.
-        takes_blocks: Whether a block inside is a part of this step, and not an error.
+        planned: The position of the rows in a larger batch. If None, the larger batch is the concatenation of the ranks' batches.
+        takes_blocks: Whether an inner block is treated as part of this step instead of raising an error.
 
     Raises:
-        InputError: on every rank, for a batch without rows, or with different numbers of them.
-        RankMismatchError: on every rank, if ranks come here from different places.
+        InputError: on every rank, for a batch without rows or whose tensors have different numbers of rows.
+        RankMismatchError: on every rank, if the ranks are at different positions in the program.
 
     Communication: one handshake. One more if generators are not in the same state on all ranks.
     """
@@ -106,7 +106,7 @@ class RandomStep:
 
     @property
     def is_active(self) -> bool:
-        """Whether the step draws for all ranks now."""
+        """Whether the step currently draws for all ranks."""
         return self in _active
 
     @contextmanager
@@ -121,12 +121,12 @@ class RandomStep:
             _active.remove(self)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context whose operators are no part of the step."""
+        """Return a context whose operators are not part of the step."""
         return self._draws.paused()
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """Draw numbers that are the same for all rows."""
+        """Draw numbers that are equal for all rows."""
         self._compare_others(f"shared_draws() at {users_line()}")
         if 0 in self._counts:
             self._draws.refuse(
@@ -145,10 +145,10 @@ class RandomStep:
         """Compare the draws of all ranks, and their generators.
 
         Raises:
-            ConfigurationError: on every rank, naming what a rank has refused.
+            ConfigurationError: on every rank, naming the first refusal of a rank.
             RankMismatchError: on every rank, naming the first draw that differs.
 
-        Communication: one handshake. One more if a rank has no rows, or if ranks differ.
+        Communication: one handshake. One more if a rank has zero rows, or if ranks differ.
         """
         states = own_states()
         digests = self._draws.digest() + digest_of(states)
@@ -169,7 +169,7 @@ class RandomStep:
             take_states_(states, source, process_groups.rank(self._group) == source, self._group)
 
     def mark(self, tensor: Tensor, dim: int | None) -> None:
-        """Say in which dimension of a tensor the rows are. None: in no dimension."""
+        """Declare which dimension of a tensor contains the rows, or with None that it does not have rows."""
         mark = WITHOUT_ROWS
         if dim is not None:
             if tensor.shape[dim] != self._local:
@@ -187,7 +187,7 @@ class RandomStep:
         return digest_of({name: states[name] for name in _OTHER_GENERATORS})
 
     def _compare_others(self, where: str) -> None:
-        """Refuse numbers of numpy's or Python's generator that nobody has declared."""
+        """Record a refusal if numpy's or Python's generator has been used without a declaration."""
         if self._other_states() == self._others:
             return
         self._draws.refuse(
@@ -197,7 +197,7 @@ class RandomStep:
         )
 
     def _raise_refusals(self) -> None:
-        """Raise the first refusal of the first rank that has one. Communication: one handshake."""
+        """Raise the first refusal of the lowest rank that has one. Communication: one handshake."""
         payload = json.dumps(self._draws.refusals[:1]).encode()
         payloads = handshake.all_gather(f"refusals of {_TITLE}", {}, payload, group=self._group)
         found = {rank: Refusal(*each[0]) for rank, each in enumerate(map(json.loads, payloads)) if each}
@@ -210,7 +210,7 @@ class RandomStep:
         )
 
     def _raise_other_draws(self, with_rows: Sequence[int]) -> None:
-        """Raise the error that names the first draw in which ranks differ. Communication: one handshake."""
+        """Raise an error that names the first draw in which ranks differ. Communication: one handshake."""
         own = [[note.what, note.line] for note in self._draws.notes]
         payload = json.dumps(own).encode()
         payloads = handshake.all_gather(f"draws of {_TITLE}", {}, payload, group=self._group)
@@ -254,7 +254,7 @@ def _refuse_nesting() -> None:
 
 
 def active_step() -> RandomStep | None:
-    """Return the step whose block is open. None outside of one."""
+    """Return the step whose block is active, or None outside of such blocks."""
     if not _active:
         return None
     return _active[-1]
@@ -262,7 +262,7 @@ def active_step() -> RandomStep | None:
 
 @contextmanager
 def beside_the_step() -> Iterator[None]:
-    """Run code inside the block that is no part of the step, such as a measurement. Its draws and sizes are not seen."""
+    """Run code inside the block that is not part of the step, such as a measurement. Its draws and sizes are not tracked."""
     step = active_step()
     if step is None:
         yield
@@ -275,7 +275,7 @@ def rows_in(batch: Any, row_dim: int) -> int:
     """Return the number of rows in a batch.
 
     Raises:
-        InputError: for no tensors with rows, or different numbers of them.
+        InputError: if there are no tensors with rows, or if their numbers of rows differ.
     """
     sizes = [tensor.shape[row_dim] for tensor in inputs.tensors_in(batch) if tensor.ndim > row_dim]
     if len(set(sizes)) != 1:

@@ -1,7 +1,7 @@
-"""`TrainingSteps`: the draws of training steps, from generators that nothing else draws from.
+"""`TrainingSteps`: the draws of training steps, from generators that are used only for them.
 
-Samplers and loaders take other amounts of random numbers on other numbers of ranks. The generators of steps begin with a seed, are put in
-for forward and for backward, and are taken out in between.
+The amount of random numbers that samplers and loaders draw depends on the number of ranks. The generators of steps therefore have their own
+seed. They are active during forward and backward, and the previous states are restored in between.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_ddp_losses.randomness.shared_states import device_of_draws, own_s
 from lightning_ddp_losses.randomness.step import PlannedRows, RandomStep, active_step
 
 Places = Iterable[tuple[Tensor, int | None]]
-"""Tensors with the dimension of their rows. None: they have no rows."""
+"""Tensors with the dimension of their rows, or None if they do not have rows."""
 
 
 class TrainingSteps:
-    """Training steps whose random numbers are those of one process. A world of one draws as plain torch does.
+    """Training steps with the same random numbers as one process. In a world of one, draws are those of plain torch.
 
     Args:
-        takes_blocks: Whether ``global_randomness`` inside a step is a part of it, and not an error.
+        takes_blocks: Whether ``global_randomness`` inside a step is treated as part of the step instead of raising an error.
 
     Attributes:
-        states: States of the steps' generators, outside of steps. Empty before they are seeded.
+        states: States of the steps' generators between steps. Empty until they are seeded.
     """
 
     def __init__(self, *, takes_blocks: bool = False) -> None:
@@ -48,13 +48,13 @@ class TrainingSteps:
     def forward(
         self, batch: Any, places: Places = (), *, ends: bool = False, planned: PlannedRows | None = None
     ) -> Iterator[None]:
-        """Draw as one process in a forward, whose backward follows.
+        """Draw the random numbers of one process in a forward, which is followed by its backward.
 
         Args:
-            batch: The batch of this rank, whose rows are in dimension 0.
-            places: Further tensors, or tensors of the batch with rows elsewhere.
-            ends: Whether backward is inside too.
-            planned: Which rows of a larger batch they are. None: the ranks' batches after each other are that batch.
+            batch: The batch of this rank, with rows in dimension 0.
+            places: Further tensors, or tensors of the batch with rows in another dimension.
+            ends: Whether backward is also inside the block.
+            planned: The position of the rows in a larger batch. If None, the larger batch is the concatenation of the ranks' batches.
         """
         if _is_part_of_another():
             yield
@@ -62,7 +62,7 @@ class TrainingSteps:
         if planned is not None:
             self.seed_(planned.seed)
         with self._generators():
-            self._end()  # one that had no backward
+            self._end()  # ends a previous step without backward
             is_whole = planned is None or planned.is_whole
             if process_groups.world_size() == 1 and is_whole:
                 yield
@@ -77,7 +77,7 @@ class TrainingSteps:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Draw as one process in the backward of a step, and compare the ranks' draws."""
+        """Draw the random numbers of one process in the backward of a step, and compare the draws of the ranks."""
         if _is_part_of_another():
             yield
             return
@@ -90,7 +90,7 @@ class TrainingSteps:
             self._end()
 
     def end(self) -> None:
-        """Compare the draws of a last step without a backward."""
+        """Compare the draws of the last step, if it did not have a backward."""
         if self._step is None:
             return
         with self._generators():
@@ -98,7 +98,7 @@ class TrainingSteps:
 
     @contextmanager
     def _generators(self) -> Iterator[None]:
-        """Put in the generators of the steps. In manual optimisation backward finds them in."""
+        """Activate the generators of the steps. In manual optimization, they are already active when backward runs."""
         if self._are_in:
             yield
             return
@@ -120,6 +120,6 @@ class TrainingSteps:
 
 
 def _is_part_of_another() -> bool:
-    """Return whether a step is open that takes what is inside of it as its own."""
+    """Return whether an outer step is active that treats inner steps as part of it."""
     step = active_step()
     return step is not None and step.takes_blocks

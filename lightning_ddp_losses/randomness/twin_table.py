@@ -1,7 +1,7 @@
-"""`TwinTable`: for each tensor of a step on a rank with one row, what it would be with two rows.
+"""`TwinTable`: for each tensor of a step on a rank with one row, the tensor that it would be with two rows.
 
-By tensor, and by memory and layout for other objects over the same memory (saved tensors, detached inputs of a recomputed layer). With one
-row, two views of the same memory may have the same layout and other twins: those are told apart as objects only.
+Twins are stored by tensor, and by memory and layout for other objects over the same memory (saved tensors, detached inputs of a recomputed
+layer). With one row, two views of the same memory may have the same layout but different twins. These are only distinguished as objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.randomness.row_table import FIRST_SWEEP, alive_memory, layout_of
 
 NO_TWIN: Final = "lost"
-"""Stands for the twin of a tensor that may have rows in an unknown place."""
+"""Represents the twin of a tensor that may have rows in an unknown position."""
 
 Twin: TypeAlias = "Tensor | str"
 
@@ -30,7 +30,7 @@ class TwinTable:
         self._sweep_at = FIRST_SWEEP
 
     def read(self, tensor: Tensor) -> Twin | None:
-        """Return the twin of a tensor. None for a tensor from outside of the step, which has no rows."""
+        """Return the twin of a tensor, or None for a tensor created outside the step, which does not have rows."""
         twin: Twin | None = self._by_tensor.get(tensor)  # type: ignore[no-untyped-call]
         if twin is not None:
             return twin
@@ -43,7 +43,7 @@ class TwinTable:
         return layouts.get(layout_of(tensor), NO_TWIN)
 
     def write_(self, tensor: Tensor, twin: Twin) -> None:
-        """Note the twin of a tensor."""
+        """Record the twin of a tensor."""
         self._by_tensor[tensor] = twin
         memory = compat.memory_reference(tensor)
         if memory is None:
@@ -59,7 +59,7 @@ class TwinTable:
             self._sweep_at = max(FIRST_SWEEP, 2 * len(self._by_memory))
 
     def forget_(self, tensor: Tensor) -> None:
-        """Take a tensor for one from outside of the step."""
+        """Remove a tensor, which is then treated as created outside the step."""
         self._by_tensor.pop(tensor, None)  # type: ignore[no-untyped-call]
         memory = compat.memory_reference(tensor)
         if memory is not None:
@@ -73,7 +73,7 @@ def _are_laid_out_alike(first: Twin, second: Twin) -> bool:
 
 
 def map_call(replace: Callable[[Any], Any], nest: Any) -> Any:
-    """Return the arguments of a call with tensors and numbers replaced, those in slices and shapes too."""
+    """Return the arguments of a call with tensors and numbers replaced, including numbers in slices and shapes."""
     if isinstance(nest, (Tensor, int)):
         return replace(nest)
     if isinstance(nest, slice):

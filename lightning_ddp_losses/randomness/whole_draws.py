@@ -1,10 +1,10 @@
-"""`draw_own_part`: a draw with rows makes the numbers of all rows, as one process does, and keeps those of this rank.
+"""`draw_own_part`: a draw with rows draws the numbers of all rows, like one process, and keeps this rank's numbers.
 
-One generator in one state gives the same numbers on every rank. In one process an operator fills memory of ``G`` rows in its order. Each
-rank fills memory of that shape and order, and takes its rows. The generator is then in the state of one process too.
+Generators in the same state yield the same numbers on every rank. In one process, an operator fills memory for ``G`` rows in order. Each
+rank fills memory of the same shape and order, and takes its rows. Afterwards the generator is also in the same state as in one process.
 
-An operator that draws as many numbers as its values ask for (``poisson``), that draws inside a fused kernel, or that mixes rows of all
-ranks (``randperm``) cannot be drawn in this way. It is an error that names it.
+This is not possible for an operator whose number of draws depends on its values (``poisson``), that draws inside a fused kernel, or that
+mixes rows of all ranks (``randperm``). Such operators raise an error that names them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CannotDrawError(Exception):
     """An operator cannot be drawn for the rows of all ranks.
 
     Attributes:
-        got: Why.
+        got: The reason.
         fix: What to do.
     """
 
@@ -42,14 +42,14 @@ class CannotDrawError(Exception):
 
 
 def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
-    """Return what an operator that draws returns on this rank.
+    """Return this rank's result of an operator that draws.
 
     Args:
         function: Operator of aten.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        place: Where the rows are in the numbers that it draws.
-        rows: Rows of this rank among those of all ranks.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        place: Position of the rows in the numbers that it draws.
+        rows: Rows of this rank among the rows of all ranks.
 
     Raises:
         CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
@@ -65,12 +65,12 @@ def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def operator_name(function: Any) -> str:
-    """Return the name of an operator of aten, as in ``bernoulli_``."""
+    """Return the name of an operator of aten, such as ``bernoulli_``."""
     return str(compat.operator_schema(function).name).partition("::")[2]
 
 
 def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """Return the shape that an operator draws which gets no tensors. None if no argument is a shape."""
+    """Return the shape that an operator without tensor arguments draws, or None if no argument is a shape."""
     schema = compat.operator_schema(function)
     for index, argument in enumerate(schema.arguments):
         if argument.name == "size":
@@ -78,7 +78,7 @@ def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
-_NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, and it does not
+_NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, although it does not draw
 
 
 def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -89,7 +89,7 @@ def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator with a rate of dropout, or in evaluation, draws no number in this call."""
+    """Return whether an operator does not draw in this call, because of its dropout rate or because it is in evaluation mode."""
     schema = compat.operator_schema(function)
     named = {argument.name: index for index, argument in enumerate(schema.arguments)}
     for name, idle in (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False)):
@@ -154,7 +154,7 @@ def _fill_by_rate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def _like(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
     """Draw the shape of a tensor: ``rand_like``, ``randn_like``, ``randint_like``."""
-    like = torch.empty_like(args[0])  # the memory of a part of a tensor is not its own
+    like = torch.empty_like(args[0])  # a view of part of a tensor may not be dense, but the result is
     whole = function(empty_whole(like, place, rows.total), *args[1:], **kwargs)
     return own_part(whole, place, rows)
 
@@ -209,7 +209,7 @@ def _dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place
 
 
 def _filled(own: Tensor, filler: float, place: RowPlace, rows: Rows) -> Tensor:
-    """Return a tensor of all rows with this rank's values in its rows, and a filler in those of other ranks."""
+    """Return a tensor of all rows that contains this rank's values in its rows, and a filler in the rows of other ranks."""
     whole = empty_whole(own, place, rows.total).fill_(filler)
     put_own_(whole, own, place, rows)
     return whole

@@ -1,24 +1,24 @@
 """`RowsCall`: one evaluation of a formula on the rows of all ranks, and the four exchanges that it consists of.
 
 Values of the formula are of two kinds. *Rows* are divided among the ranks, in rank order. *Plain* tensors are equal on all ranks. Six
-linear maps lead from the one kind to the other (``maps``). Each is the transpose of another one, so backward, and backward of backward,
-are made of the same six:
+linear maps convert one kind to the other (``maps``). Each is the transpose of another one, so backward, and backward of backward, consist
+of the same six maps:
 
 | map | from | to | backward |
 |---|---|---|---|
 | ``add`` | this rank's part of a sum | the sum, plain | ``share`` |
-| ``share`` | plain | the same, as an operand of this rank's rows | ``add`` |
+| ``share`` | plain | the same tensor, as an operand of this rank's rows | ``add`` |
 | ``gather`` | rows | all rows, plain | ``cut`` |
 | ``cut`` | plain (G, ...) | this rank's rows of it | ``gather`` |
 | ``collect`` | rows | all rows, as an operand of this rank's rows | ``scatter`` |
 | ``scatter`` | this rank's part of a sum (G, ...) | this rank's rows of the sum | ``collect`` |
 
-What follows a sum is computed on every rank in full, so every rank has the whole gradient of it. Sums of the formula are pending until
-a value is needed, and share an exchange (``pending``). So do those of backward (``maps``).
+Everything after a sum is computed in full on every rank, so every rank has its whole gradient. Sums of the formula are pending until a
+value is required, and share an exchange (``pending``). The same applies to sums of backward (``maps``).
 
-Each exchange opens with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
-numbers, and a fingerprint of each plain tensor on the CPU that rows have met. Few bytes on the CPU are sent in it. Fingerprints of tensors
-on an accelerator are compared at the end of the call, for which the host waits once.
+Each exchange begins with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
+numbers, and a fingerprint of each plain tensor on the CPU that was combined with rows. Small amounts of data on the CPU are sent in the
+handshake. Fingerprints of tensors on an accelerator are compared at the end of the call, for which the host waits once.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
 """
@@ -49,7 +49,7 @@ SHARED_OR_NOT = (
     "Whether its result is a copy depends on the number of rows, so this rank would write into other memory than one process. "
     "Write into a clone: .clone() in its place."
 )
-"""What to do where the memory of a result is not that of one process."""
+"""Advice for results that share memory differently than in one process."""
 
 
 class Exchanged(NamedTuple):
@@ -59,7 +59,7 @@ class Exchanged(NamedTuple):
         kind: ``"sum"``, ``"rows"`` or ``"counts"``.
         operator: The operator that it belongs to.
         line: The line of the loss.
-        numbers: How many numbers a rank sends, at most.
+        numbers: The maximum number of elements that a rank sends.
     """
 
     kind: str
@@ -73,10 +73,11 @@ class Watched(NamedTuple):
 
     Attributes:
         tensor: A tensor in that memory.
-        version: Its version when it was made.
-        operator: The operator that made it.
+        version: Its version when it was created.
+        operator: The operator that created it.
         line: The line of the loss.
-        content: Fingerprint of a plain tensor on the CPU: a write through ``.data`` is not counted. Empty: it is not compared.
+        content: Fingerprint of a plain tensor on the CPU, because a write through ``.data`` does not change the version. If empty, the
+            content is not compared.
         fix: What to do instead.
     """
 
@@ -89,12 +90,12 @@ class Watched(NamedTuple):
 
 
 class UnsentSums:
-    """What waits for its exchange, of one call.
+    """The pending values of one call.
 
     Attributes:
-        values: Sums that no exchange has carried yet, and the operators that wait for them (``pending``).
-        number_of_values: How many of these there were so far.
-        in_backward: Sums of backward that no exchange has carried yet (``maps``).
+        values: Sums that have not been exchanged yet, and the operators that wait for them (``pending``).
+        number_of_values: Number of pending values so far.
+        in_backward: Sums of backward that have not been exchanged yet (``maps``).
         first_node: Number of the first node of the call in the graph.
     """
 
@@ -114,9 +115,9 @@ class RowsCall:
 
     Attributes:
         exchanged: The exchanges so far, forward and backward.
-        is_over: True after the formula has returned. Rows that it has kept cannot be used then, other than by a checkpoint in backward.
-        has_grad_mode: Whether it was made with gradients.
-        waiting: What waits for its exchange.
+        is_over: True after the formula has returned. From then on, rows stored by the formula can only be used by a checkpoint in backward.
+        has_grad_mode: Whether gradients were enabled when the call began.
+        waiting: Values that wait for an exchange.
     """
 
     def __init__(self, title: str, group: Group) -> None:
@@ -137,33 +138,33 @@ class RowsCall:
     # ------------------------------------------------------------------ what ranks compare
 
     def note_operation(self, text: str) -> None:
-        """Remember an operation and its numbers until the next exchange, which compares them."""
+        """Record an operation and its numbers, which the next exchange compares."""
         self._operations.append(text)
 
     def note_plain(self, tensor: Tensor) -> None:
-        """Remember a plain tensor that meets rows until the next exchange, which compares it, or to the end of the call on a device."""
+        """Record a plain tensor that is combined with rows. The next exchange compares it, or the end of the call on an accelerator."""
         self._plain[id(tensor)] = tensor
         if not _is_on_host(tensor) and not self.is_over:
             self._on_device.append((tensor, _fingerprint(tensor)))
 
     def watch(self, tensor: Tensor, operator: str) -> None:
-        """Make it an error, at the end of the call, to write into this plain tensor."""
+        """Raise an error at the end of the call if this plain tensor has been written to."""
         content = host_bytes(_fingerprint(tensor)) if tensor.is_cpu else b""
         self._watched.append(Watched(tensor, tensor._version, operator, line_of_loss(), content))
 
     def watch_rows(self, local: Tensor, operator: str, fix: str = _COPIED) -> None:
-        """Make it an error, at the end of the call, to write into these rows."""
+        """Raise an error at the end of the call if these rows have been written to."""
         key = id(local), local._version
         if key not in self._watched_rows:
             self._watched_rows.add(key)
             self._watched.append(Watched(local, local._version, operator, line_of_loss(), b"", fix))
 
     def watch_argument(self, name: str, rows: Tensor) -> None:
-        """Make it an error, at the end of the call, to write into this rank's rows of an argument."""
+        """Raise an error at the end of the call if this rank's rows of an argument have been written to."""
         self._arguments.append((name, rows, rows._version))
 
     def refuse_lost_writes(self) -> None:
-        """Refuse a call that has written into an argument, or into memory that does not belong to the rows.
+        """Reject a call that has written into an argument, or into memory that does not belong to the rows.
 
         Raises:
             InputError: naming the argument, or the operator whose result was written to.
@@ -187,10 +188,10 @@ class RowsCall:
                 )
 
     def meet(self, what: str, line: str, must_match: dict[str, object], payload: bytes = b"") -> list[bytes]:
-        """Meet all ranks at an exchange. Return their payloads, in rank order.
+        """Begin an exchange with all ranks, and return their payloads in rank order. Collective.
 
         Raises:
-            RankMismatchError: on every rank, when operations, lines, shapes or plain tensors differ.
+            RankMismatchError: on every rank, if operations, lines, shapes or plain tensors differ.
 
         Communication: one handshake.
         """
@@ -211,18 +212,18 @@ class RowsCall:
     def meet_at_end(
         self, lines: str = "", must_match: dict[str, object] | None = None, payload: bytes = b""
     ) -> list[bytes]:
-        """Meet all ranks after the formula, and compare the plain tensors on an accelerator.
+        """Begin the exchange at the end of the formula, which also compares the plain tensors on an accelerator. Collective.
 
         Args:
-            lines: Lines of the sums that are exchanged here.
-            must_match: What must be equal on all ranks about these.
-            payload: This rank's parts of them.
+            lines: Lines of the sums that are part of this exchange.
+            must_match: Properties of these sums that must be equal on all ranks.
+            payload: This rank's parts of the sums.
 
         Returns:
             The payloads of all ranks.
 
         Raises:
-            RankMismatchError: on every rank, when the number of exchanges, results or such tensors differ.
+            RankMismatchError: on every rank, if the number of exchanges, results or plain tensors differ.
 
         Communication: one handshake. The host waits for an accelerator.
         """
@@ -236,11 +237,11 @@ class RowsCall:
         return [sent[len(prints) :] for sent in payloads]
 
     def _refuse_other_plain(self, tensors: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
-        """Refuse plain tensors whose values differ between the ranks. All ranks decide alike.
+        """Reject plain tensors whose values differ between the ranks. All ranks reach the same result.
 
         Args:
             tensors: The tensors on this rank.
-            payloads: Of each rank, the fingerprints of these.
+            payloads: The fingerprints of these tensors from each rank.
         """
         for number, tensor in enumerate(tensors):
             start = number * _FINGERPRINT_BYTES
@@ -271,7 +272,7 @@ class RowsCall:
 
 
 class Place(NamedTuple):
-    """Where an exchange belongs to: forward and backward name it alike.
+    """The origin of an exchange, which is named in the same way in forward and backward.
 
     Attributes:
         call: The call.
@@ -286,7 +287,7 @@ class Place(NamedTuple):
     in_backward: bool = False
 
     def backward(self) -> Place:
-        """Return the place of the exchange in backward."""
+        """Return the origin of the corresponding exchange in backward."""
         return self._replace(in_backward=not self.in_backward)
 
 
@@ -294,7 +295,7 @@ class Place(NamedTuple):
 
 
 def line_of_loss(frame: FrameType | None = None) -> str:
-    """Return the innermost line that belongs neither to torch nor to this package: file, number, function and text."""
+    """Return the innermost line that belongs neither to torch nor to this package, with file, number, function and text."""
     for each in callers(frame or inspect.currentframe()):
         if package_of(each.f_code.co_filename) not in _OWN_PACKAGES:
             return shown_line(each, each.f_lineno)
@@ -302,12 +303,12 @@ def line_of_loss(frame: FrameType | None = None) -> str:
 
 
 def is_in_custom_function() -> bool:
-    """Return whether the formula is in the forward of a custom ``autograd.Function``."""
+    """Return whether the formula is inside the forward of a custom ``autograd.Function``."""
     return any(frame.f_code is _FUNCTION_CODE for frame in _frames_of_formula())
 
 
 def number_of_checkpoints() -> int:
-    """Return how many checkpoints of torch the formula is in."""
+    """Return the number of nested ``torch.utils.checkpoint`` calls that the formula is in."""
     found = 0
     for frame in _frames_of_formula():
         is_checkpoint = frame.f_code.co_name == "checkpoint"
@@ -339,7 +340,7 @@ def _form_of(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum, a weighted sum and the sum of magnitudes of a tensor: (3,) of float64 where its device has that."""
+    """Return the sum, a weighted sum and the sum of magnitudes of a tensor, (3,) float64 (float32 if the device lacks float64)."""
     flat = tensor.detach().resolve_conj()
     if flat.is_complex():
         flat = torch.view_as_real(flat)

@@ -1,4 +1,4 @@
-"""Operators that wait for sums over ranks (``pending``): which ones can, and what ranks compare of them."""
+"""Operators that can be deferred until sums over ranks are exchanged (``pending``), and the text by which ranks compare them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn import functional
 
 
 class Operation(NamedTuple):
-    """An operator that waits for its operands.
+    """A deferred operator.
 
     Attributes:
         func: A function or method of torch.
         args: Its arguments: pending values, numbers, and lists of these.
-        kwargs: The same by name.
-        has_grad_mode: Whether it runs with gradients.
-        text: The operator, its operands and numbers, as ranks compare them.
-        versions: Operands that have a value already, and how often that was written to.
+        kwargs: Its keyword arguments.
+        has_grad_mode: Whether it runs with gradients enabled.
+        text: The operator, its operands and numbers, in the form in which ranks compare them.
+        versions: Operands that already have a value, with the version of that value.
     """
 
     func: Callable[..., Any]
@@ -65,29 +65,29 @@ def _getters(names: str) -> Iterable[Any]:
 
 
 DEFERRED = {*_operators(_DEFERRED_NAMES), functional.relu, *_getters("T mT")}
-"""Operators that can wait: their shapes follow from those of their operands, and they draw no random numbers."""
+"""Operators that can be deferred. Their shapes depend only on the shapes of their operands, and they do not draw random numbers."""
 FACTS = {
     *_operators("dim size numel nelement __len__ ndimension __hash__ is_floating_point is_complex"),
     *_getters("shape ndim dtype device layout"),
 }
-"""What is read from a value that is not known."""
+"""Attributes that can be read from a pending value."""
 UNCOUNTED = {
     *_operators("numpy __array__ data_ptr untyped_storage __dlpack__"),
     *_getters("data"),
 }
-"""What shows the memory of a value, so that writes to it are not counted."""
+"""Operators that expose the memory of a value, so that writes to it do not change its version."""
 OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.__iadd__: torch.add,
     Tensor.__isub__: torch.sub,
     Tensor.__imul__: torch.mul,
     Tensor.__itruediv__: torch.div,
 }
-"""Operators that write into their first operand, and those of the same result."""
+"""Operators that write into their first operand, with the out-of-place operator that has the same result."""
 
 
 def text_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return an operator, its operands and numbers. None if there are others than numbered ones, numbers and their lists."""
-    # a list of numbers as an index chooses by value
+    """Return an operator with its operands and numbers, or None if an operand is neither numbered nor a number nor a list of these."""
+    # a list of numbers as an index selects by value
     lists: tuple[type, ...] = (tuple,) if func is Tensor.__getitem__ else (tuple, list)
     texts = [_operand_text(value, lists) for value in (*args, *kwargs.values())]
     if any(text is None for text in texts):

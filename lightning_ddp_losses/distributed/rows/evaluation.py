@@ -1,7 +1,7 @@
 """Evaluate a formula on the rows of all ranks, of which each rank holds its own (``GlobalRows``), with its exact value and gradient.
 
-The rules by operator are in files of their own: ``local`` (row by row), ``views``, ``sums``,
-``normalization``, ``products`` and ``losses``. This file loads them. ``RULES`` has them all.
+The rules of operators are in separate files: ``local`` (row by row), ``views``, ``sums``, ``normalization``, ``products`` and ``losses``.
+This file imports them, and ``RULES`` contains all of them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from lightning_ddp_losses.distributed.rows.tensor import GlobalRows, memory_erro
 from lightning_ddp_losses.errors import InputError
 
 RULE_FILES = (local, views, sums, normalization, products, losses)
-"""The files whose rules are in the table once this one is imported."""
+"""The files whose rules are registered when this file is imported."""
 
-_FORM = struct.Struct("<q?")  # rows of a rank, and whether they need a gradient
+_FORM = struct.Struct("<q?")  # number of rows of a rank, and whether they require a gradient
 
 
 class OpenedRows:
@@ -35,16 +35,16 @@ class OpenedRows:
 
     Args:
         title: Name of the loss in messages.
-        args: Positional arguments of this rank, also nests of tensors.
-        kwargs: The same by name.
-        batch_dims: Dimension that counts samples, by position or name (default 0). None: equal on all ranks.
+        args: Positional arguments of this rank, which may be nests of tensors.
+        kwargs: Keyword arguments of this rank.
+        batch_dims: Dimension of the samples, by position or name (default 0). None marks an argument that is equal on all ranks.
         must_match: Further values that must be equal on all ranks, by name.
-        extra: Bytes of this rank for the others.
+        extra: Bytes that this rank sends to the other ranks.
         group: Process group. None is the world.
 
     Attributes:
-        args: The arguments, rows in place of tensors.
-        kwargs: The same by name.
+        args: Positional arguments, with tensors replaced by rows.
+        kwargs: Keyword arguments, with tensors replaced by rows.
         call: Their call.
         extras: The bytes of all ranks.
         own: This rank's tensors among the arguments.
@@ -52,7 +52,7 @@ class OpenedRows:
 
     Raises:
         InputError: on every rank, for a tensor without the dimension, sparse, nested or without memory.
-        RankMismatchError: on every rank, when shapes, dtypes, devices, numbers among the arguments or grad mode differ.
+        RankMismatchError: on every rank, if shapes, dtypes, devices, numbers among the arguments or grad mode differ.
 
     Communication: one handshake.
     """
@@ -99,7 +99,7 @@ class OpenedRows:
         self.kwargs = {name: given[name] for name in kwargs}
 
     def _opened(self, number: int, tensor: Tensor, dim: int | None, payloads: Sequence[bytes]) -> Tensor:
-        """Return one tensor as rows. A plain one stays."""
+        """Return one tensor as rows, or unchanged if it is plain."""
         sent = [_FORM.unpack_from(payload, number * _FORM.size) for payload in payloads]
         tensor = match_requires_grad(tensor, any(needs for _, needs in sent))
         if dim is None:
@@ -109,10 +109,10 @@ class OpenedRows:
         return GlobalRows(_times_ranks(tensor, self.call.world_size), counts, dim, self.call)
 
     def close(self, value: Any) -> Any:
-        """Refuse a result that has rows, or that differs between the ranks, and writes that are lost.
+        """Reject a result that contains rows or differs between ranks, and writes that are lost.
 
         Returns:
-            The result, without values that are pending.
+            The result, with pending values resolved.
 
         Communication: one handshake, in which pending sums are exchanged.
         """
@@ -134,7 +134,7 @@ class OpenedRows:
 
 
 def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
-    """Return the value of a formula. What it computes with rows follows their rules."""
+    """Return the value of a formula, whose operators on rows follow the rules."""
     call = opened.call
     try:
         with inside_global_batch():
@@ -160,7 +160,7 @@ def _resolve_buffers_(module: nn.Module) -> None:
 
 
 def _times_ranks(tensor: Tensor, world_size: int) -> Tensor:
-    """Return a view whose gradient arrives W times in the tensor: DDP's mean over ranks divides it by W."""
+    """Return a view whose gradient is multiplied by W, because DDP's mean over ranks divides it by W."""
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor.view_as(tensor)
     scaled = tensor.view_as(tensor)

@@ -1,4 +1,4 @@
-"""One exchange of several sums over ranks: few bytes on the CPU are sent in its handshake, what is larger is summed by dtype."""
+"""One exchange of several sums over ranks: small tensors on the CPU are sent in its handshake, larger ones are summed by dtype."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_ddp_losses.distributed.raw_collectives import (
 from lightning_ddp_losses.distributed.rows.call import Exchanged, Place, RowsCall
 
 SUM, STACK = "sum", "stack"
-"""What is made of the parts of all ranks: their sum, or (W, ...)."""
+"""How the parts of all ranks are combined: as their sum, or stacked as (W, ...)."""
 
 
 class Part(NamedTuple):
-    """What this rank gives to an exchange.
+    """This rank's contribution to an exchange.
 
     Attributes:
         tensor: This rank's part.
-        place: What it belongs to.
+        place: Origin of the part in the formula.
         kind: ``SUM`` or ``STACK``.
     """
 
@@ -37,11 +37,11 @@ class Part(NamedTuple):
 
 
 class SharedExchange:
-    """One exchange of parts, in an order that all ranks have.
+    """One exchange of parts, whose order is equal on all ranks.
 
     Args:
         call: The call that they belong to.
-        parts: The parts. At least one.
+        parts: The parts, at least one.
 
     Attributes:
         parts: The parts.
@@ -61,7 +61,7 @@ class SharedExchange:
                 self._others.append(number)
 
     def operators(self) -> str:
-        """Return what is exchanged."""
+        """Return the kinds and operators of the parts, as text."""
         return ", ".join(f"{part.kind} ({part.place.operator})" for part in self.parts)
 
     def lines(self) -> str:
@@ -69,7 +69,7 @@ class SharedExchange:
         return "; ".join(dict.fromkeys(part.place.line for part in self.parts))
 
     def must_match(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
+        """Return the values that must be equal on all ranks."""
         tensors = [part.tensor for part in self.parts]
         forms = [f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}" for tensor in tensors]
         return {"sums": self.operators(), "of": "; ".join(forms), "exchanges before": len(self._call.exchanged)}
@@ -100,19 +100,19 @@ class SharedExchange:
         return [found[number] for number in range(len(self.parts))]
 
     def run(self) -> list[Tensor]:
-        """Return the value of each part, from an exchange of their own.
+        """Return the value of each part, from a separate exchange.
 
         Raises:
-            RankMismatchError: on every rank, when the parts differ.
+            RankMismatchError: on every rank, if the parts differ.
 
-        Communication: one handshake, and one sum for each dtype and device of what does not fit into it.
+        Communication: one handshake, and one sum for each dtype and device of the parts that do not fit into it.
         """
         gradient = "gradient of " if self.parts[0].place.in_backward else ""
         what = gradient + self.operators()
         return self.values(self._call.meet(what, self.lines(), self.must_match(), self.payload()))
 
     def _sum_others(self, found: dict[int, Tensor]) -> None:
-        """Sum what is on an accelerator, or large."""
+        """Sum the parts that are on an accelerator or large."""
         group = self._call.group
         by_form: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number in self._others:

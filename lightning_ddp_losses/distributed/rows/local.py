@@ -1,7 +1,8 @@
-"""Rules of operators that compute each row by itself: pointwise ones, those along other dimensions, in place too, and facts of a tensor.
+"""Rules of operators that compute each row separately: pointwise, along other dimensions, in place, and properties of a tensor.
 
-Every operand is brought to this rank's rows: rows of the same counts are their local part; a plain tensor with G entries at the dimension
-of the rows is cut; one without that dimension, or with 1 entry, is shared; other rows (another dimension, other counts) are gathered first.
+Every operand is converted to this rank's rows. Rows with the same counts are replaced by their local part. A plain tensor with G entries in
+the dimension of the rows is cut. A plain tensor without that dimension, or with 1 entry in it, is shared. Other rows (in another dimension,
+or with other counts) are gathered first.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _IN_PLACE = " ".join(
 
 
 def lead_of(operands: Sequence[Any]) -> GlobalRows | None:
-    """Return the rows that the other operands are brought to: those of the most rows, the first among equal ones."""
+    """Return the operand to which the other operands are converted: the first one with the largest number of rows."""
     rows = [value for value in operands if isinstance(value, GlobalRows)]
     if len(rows) < 2:
         return rows[0] if rows else None
@@ -67,7 +68,7 @@ def _number_of_rows(rows: GlobalRows) -> int:
 
 
 def operand_of(value: Any, lead: GlobalRows, operator: str) -> Any:
-    """Return a broadcast operand for this rank's rows of ``lead``. ``NO_RULE`` if its rows are others."""
+    """Return a broadcast operand for this rank's rows of ``lead``, or ``NO_RULE`` if its number of rows differs."""
     if not isinstance(value, Tensor):
         return value
     if value is lead:
@@ -81,7 +82,7 @@ def operand_of(value: Any, lead: GlobalRows, operator: str) -> Any:
 
 
 def plain_operand(value: Tensor, lead: GlobalRows, dim: int, operator: str) -> Any:
-    """Return a plain operand whose dimension ``dim`` meets the rows of ``lead``. A negative one: it lacks the dimension."""
+    """Return a plain operand whose dimension ``dim`` corresponds to the rows of ``lead``. If ``dim`` < 0, it lacks the dimension."""
     total = sum(lead._counts)
     if dim >= 0 and value.shape[dim] == total:
         return cut(lead._call, value, lead._counts, dim, operator)
@@ -91,7 +92,7 @@ def plain_operand(value: Tensor, lead: GlobalRows, dim: int, operator: str) -> A
 
 
 def local_operands(values: Sequence[Any], lead: GlobalRows, operator: str) -> list[Any] | None:
-    """Return broadcast operands for this rank's rows. None if there is no rule for one."""
+    """Return broadcast operands for this rank's rows, or None if any of them is not covered by a rule."""
     found = []
     for value in values:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
@@ -108,7 +109,7 @@ def local_operands(values: Sequence[Any], lead: GlobalRows, operator: str) -> li
 
 @rule("local", POINTWISE)
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute each number from those at the same place."""
+    """Compute each element from the elements at the same position."""
     lead = lead_of((*args, *kwargs.values()))
     if lead is None or "out" in kwargs or (len(args) == 1 and name_of(func) == "where"):
         return NO_RULE
@@ -125,7 +126,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("local", _IN_PLACE)
 def pointwise_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write into this rank's rows. Views of them share their memory, as in one process."""
+    """Write into this rank's rows. Views share their memory, as in one process."""
     target = args[0]
     if not isinstance(target, GlobalRows):
         return NO_RULE  # a plain tensor is written to on every rank
@@ -164,19 +165,19 @@ def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def without_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``x.data`` as a detached tensor, whose writes are counted."""
+    """Return ``x.data`` as a detached tensor, so that writes to it are detected."""
     return args[0]._same(args[0]._local.detach())
 
 
 def watch_memory(found: GlobalRows, rows: GlobalRows, operator: str) -> None:
-    """Refuse writes where memory may be shared on this rank and not in one process, or the other way round."""
+    """Reject writes if memory may be shared on this rank but not in one process, or vice versa."""
     found._call.watch_rows(found._local, operator, SHARED_OR_NOT)
     found._call.watch_rows(rows._local, operator, SHARED_OR_NOT)
 
 
 @rule("local", "new_zeros new_ones new_full new_empty new_tensor")
 def new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a plain tensor of the dtype and device of rows."""
+    """Return a plain tensor with the dtype and device of rows."""
     if not isinstance(args[0], GlobalRows) or any(isinstance(value, Tensor) for value in args[1:]):
         return NO_RULE
     return func(args[0]._local, *args[1:], **kwargs)
@@ -192,12 +193,12 @@ _ALONG = {
     "quantile": (2, None), "nanmean": (1, None), "nansum": (1, None), "count_nonzero": (1, None), "std_mean": (9, None),
     "renorm": (9, None), "unique": (9, None),
 }  # fmt: skip
-"""Position of ``dim`` among the arguments, and its default. None: all dimensions."""
+"""Position of ``dim`` among the arguments, and its default, where None means all dimensions."""
 
 
 @rule("local", *_ALONG)
 def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute along dimensions that are not the rows'."""
+    """Compute along dimensions other than the dimension of the rows."""
     rows, (place, default) = args[0], _ALONG[name_of(func)]
     if not isinstance(rows, GlobalRows) or "out" in kwargs:
         return NO_RULE
@@ -205,14 +206,14 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
     if name_of(func) == "quantile" and 0 in rows._counts:
-        return NO_RULE  # torch has none of no numbers, not even along another dimension
+        return NO_RULE  # torch rejects empty tensors, even along another dimension
     if name_of(func) == "flip" and len(args) > 2:  # dimensions one by one
         dim = args[1:]
     return along_dims(func, rows, dim, args[1:], kwargs)
 
 
 def along_dims(func: Any, rows: GlobalRows, dim: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an operator on this rank's rows along some dimensions. ``NO_RULE`` if the rows' is among them."""
+    """Call an operator on this rank's rows along some dimensions, or return ``NO_RULE`` if they include the dimension of the rows."""
     dims = dims_of(rows, dim)
     if dims is None or rows._dim in dims:
         return NO_RULE
@@ -227,7 +228,7 @@ def along_dims(func: Any, rows: GlobalRows, dim: Any, others: Sequence[Any], kwa
 
 
 def dims_of(rows: GlobalRows, dim: Any) -> list[int] | None:
-    """Return dimensions as a list of numbers from 0 on. None, for all dimensions or for something else, is None."""
+    """Return dimensions as a list of non-negative numbers, or None if ``dim`` is None, empty or invalid."""
     if isinstance(dim, int) and not isinstance(dim, bool):
         dim = [dim]
     if not isinstance(dim, (list, tuple)) or not all(isinstance(each, int) for each in dim) or not dim:
@@ -240,7 +241,7 @@ def dims_of(rows: GlobalRows, dim: Any) -> list[int] | None:
 
 @rule("local", "layer_norm rms_norm")
 def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Normalise over the last dimensions."""
+    """Normalize over the last dimensions."""
     rows, shape = args[0], args[1] if len(args) > 1 else kwargs.get("normalized_shape")
     if not isinstance(rows, GlobalRows) or not isinstance(shape, (tuple, list)) or rows._dim >= rows._ndim - len(shape):
         return NO_RULE
@@ -257,7 +258,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("local", "gather scatter scatter_add scatter_ scatter_add_ take_along_dim")
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read or write at indices of the same rows."""
+    """Read or write within each row, at indices given for the same row."""
     rows = args[0]
     values: list[Any] = [value for value in args if isinstance(value, Tensor)]
     if kwargs or len(args) < 3 or not all(isinstance(value, GlobalRows) for value in values):
@@ -276,7 +277,7 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("local", "one_hot")
 def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return one-hot rows. Without a number of classes it is that of all rows."""
+    """Return one-hot rows. If the number of classes is not given, it is determined from the rows of all ranks."""
     rows = args[0] if args else kwargs.get("tensor")
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if not isinstance(rows, GlobalRows) or classes is None:
@@ -290,8 +291,8 @@ def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("select", "embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read rows of a plain table at the numbers in rows."""
-    # the others change the gradient of the table, or the table
+    """Read rows of a plain table at indices that are rows."""
+    # the other options change the gradient of the table, or the table
     changes = [kwargs.get(name) for name in ("padding_idx", "max_norm")]
     flags = [kwargs.get(name) for name in ("scale_grad_by_freq", "sparse")]
     if len(args) != 2 or any(value is not None for value in changes) or any(flags):
@@ -311,13 +312,13 @@ is_distributed is_tensor result_type"""
 
 
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read what follows from the global shape."""
+    """Return a property that is determined by the global shape."""
     with compat.without_torch_function():
         return func(*args, **kwargs)
 
 
 def _fact_of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read what is the same for this rank's rows."""
+    """Return a property that this rank's rows share with the global tensor."""
     return func(*[value._local if isinstance(value, GlobalRows) else value for value in args], **kwargs)
 
 
@@ -331,7 +332,7 @@ def _getters(names: str) -> list[Any]:
 
 
 def _register_facts() -> None:
-    """Make rules for the attributes of tensors."""
+    """Register rules for the attributes of tensors."""
     for getter in _getters("shape ndim"):
         RULES[getter] = Rule("fact", _shape_of)
     for getter in _getters(_FROM_LOCAL):
@@ -357,20 +358,20 @@ unsafe_split
 view_as_real view_as_complex apply_ map_ map2_ module_load numpy_ fill_diagonal_""",
 )
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Refuse what reads or replaces the memory of rows, or keeps them."""
+    """Reject operators that read or replace the memory of rows, or that store rows."""
     raise memory_error(f"{name_of(func)} of rows of all ranks", line_of_loss(inspect.currentframe()))
 
 
 @rule("value", "numpy __array__")
 def numpy_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the rows of all ranks as a numpy array that cannot be written to."""
+    """Return the rows of all ranks as a read-only numpy array."""
     array = func(args[0]._gathered(name_of(func)), *args[1:], **kwargs)
     array.flags.writeable = False
     return array
 
 
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Differentiate by rows (``torch.autograd.grad``): the gradient has the rows of the input."""
+    """Differentiate with respect to rows (``torch.autograd.grad``). The gradient has the same rows as the input."""
     outputs, by = args[0], args[1] if len(args) > 1 else kwargs["inputs"]
     weights = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
     inputs_given: list[Any] = [by] if isinstance(by, Tensor) else list(by)

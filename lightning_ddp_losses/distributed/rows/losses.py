@@ -29,7 +29,7 @@ def _signature(func: Any) -> inspect.Signature:
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all arguments by name. None for those of an old form."""
+    """Return all arguments by name, or None if deprecated arguments or an unknown reduction are used."""
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
     given = dict(bound.arguments)
@@ -50,7 +50,7 @@ def _reduced(losses: GlobalRows, reduction: str) -> Any:
 def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each number."""
     given = _arguments(func, args, kwargs)
-    # a weighted mean has another divisor, but for these
+    # except in binary cross entropy, a weighted mean has a different divisor
     if given is None or (given.get("weight") is not None and not func.__name__.startswith("binary_cross_entropy")):
         return NO_RULE
     tensors: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -89,7 +89,7 @@ def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _are_rows_of_one_batch(tensors: dict[str, Tensor], lead: GlobalRows) -> bool:
-    """Return whether all operands are rows of the same counts along dimension 0, and the other tensors plain."""
+    """Return whether all operands are rows with the same counts in dimension 0, and all other tensors are plain."""
     for name, value in tensors.items():
         if name not in _OPERANDS:
             if isinstance(value, GlobalRows):
@@ -101,7 +101,7 @@ def _are_rows_of_one_batch(tensors: dict[str, Tensor], lead: GlobalRows) -> bool
 
 @rule("loss", "cross_entropy nll_loss")
 def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute the loss of each target, and divide by the weights of the targets that count."""
+    """Compute the loss of each target, and divide by the total weight of the targets that are not ignored."""
     given = _arguments(func, args, kwargs)
     if given is None:
         return NO_RULE
@@ -135,7 +135,7 @@ def _over_rows(func: Any, given: dict[str, Any]) -> Any:
 
 
 def _over_classes(logits: GlobalRows, target: Any, given: dict[str, Any]) -> Any:
-    """Compute the loss of plain targets (N,) whose classes are the rows, as of columns of a matrix of rows against rows: logits (N, G)."""
+    """Compute the loss of logits (N, G) with plain targets (N,), where the classes are the rows (such as rows against rows)."""
     is_plain = given.get("weight") is None and not given.get("label_smoothing") and "label_smoothing" in given
     if not is_plain or logits._ndim != 2 or not isinstance(target, Tensor) or 0 in logits._shape:
         return NO_RULE
@@ -146,13 +146,13 @@ def _over_classes(logits: GlobalRows, target: Any, given: dict[str, Any]) -> Any
     is_counted = plain != given["ignore_index"]
     is_known = (plain >= 0) & (plain < logits._shape[1]) | ~is_counted
     if plain.is_cpu and not bool(is_known.all()):
-        return NO_RULE  # torch names the target
-    # 1. the logit of each target, which one rank has
+        return NO_RULE  # torch raises an error that names the target
+    # 1. the logit of each target, which is on one rank
     counts = logits._counts
     start = sum(counts[: logits._call.rank])
     own = torch.arange(start, start + logits._local.shape[1], device=plain.device)
     chosen = logits._local.masked_fill(own != plain[:, None], 0).sum(1)
-    # 2. with the normaliser, which is a sum over ranks too
+    # 2. the normalizer, which is also a sum over ranks
     losses = logits.logsumexp(1) - add(logits._call, chosen, "cross_entropy")
     if plain.is_cpu and bool(is_counted.all()):
         return losses if given["reduction"] == "none" else getattr(losses, given["reduction"])()
@@ -164,7 +164,7 @@ def _over_classes(logits: GlobalRows, target: Any, given: dict[str, Any]) -> Any
 
 
 def _divisor(target: Tensor, losses: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """Return this rank's part of the divisor: the number, or the weights, of its targets."""
+    """Return this rank's part of the divisor: the number or the total weight of its targets."""
     if target.is_floating_point():
         return torch.tensor(float(losses.numel()), device=losses.device)
     counts = target != ignored

@@ -1,11 +1,12 @@
-"""The linear maps that lead from rows to plain tensors and back, each with the transposed one as its backward (``call`` has the table).
+"""The linear maps from rows to plain tensors and back, each with its transpose as its backward (the table is in ``call``).
 
-Sums of backward are exchanged together, as those of forward are. The gradient of a plain tensor that rows were computed with is a sum over
-ranks. It is noted where this rank's part is known (``_Share``), and exchanged where the gradient is used (``_Await``), together with all
-that were noted until then. autograd runs nodes in the reverse order of their numbers, so ``_Await`` gets the lowest of the call: it runs
-when nothing else of the call can. The means of two views are so one exchange, whatever lies between them.
+Sums of backward are exchanged together, like sums of forward. The gradient of a plain tensor that was combined with rows is a sum over
+ranks. This rank's part is recorded when it has been computed (``_Share``), and exchanged when the gradient is used (``_Await``), together
+with all other parts recorded by then. Autograd runs nodes in the reverse order of their numbers, so ``_Await`` has the lowest number of the
+call: it runs only when no other node of the call can run. As a result, the means of two views take one exchange, even if other operators
+run between them.
 
-Second derivatives, and a checkpoint that computes once more, exchange each sum where its part is known.
+Second derivatives, and a checkpoint that recomputes, exchange each sum as soon as its part has been computed.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ def added_now(part: Tensor, place: Place) -> Tensor:
 
 
 def stacked_now(part: Tensor, place: Place) -> Tensor:
-    """Return a tensor of each rank, (W, ...). Communication: one exchange, none in backward."""
+    """Return the tensors of all ranks, (W, ...). Communication: one exchange, none in backward."""
     counts = (1,) * place.call.world_size
     return _Gather.apply(part.unsqueeze(0), counts, 0, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
-    """Return the rows of all ranks. Communication: one handshake, and one gather of what does not fit into it."""
+    """Return the rows of all ranks. Communication: one handshake, and one gather if they do not fit into it."""
     place = Place(call, operator, line_of_loss())
     return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cut(call: RowsCall, plain: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
-    """Return this rank's rows of a plain tensor. Communication: that of ``gather`` in backward, if it has a gradient."""
+    """Return this rank's rows of a plain tensor. Communication: as ``gather`` in backward, if it requires a gradient."""
     call.note_plain(plain)
     if not plain.requires_grad or not torch.is_grad_enabled():
         return plain.narrow(dim, sum(counts[: call.rank]), counts[call.rank])
@@ -81,7 +82,7 @@ def cut_at(plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Te
 def collect(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
     """Return the rows of all ranks as an operand of this rank's rows.
 
-    Communication: that of ``gather``. In backward one handshake, and one reduce-scatter of what does not fit into it.
+    Communication: as ``gather``. In backward one handshake, and one reduce-scatter if the gradient does not fit into it.
     """
     place = Place(call, operator, line_of_loss())
     return _Collect.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
@@ -94,11 +95,11 @@ class LaterSum:
     """The sum over ranks of the gradient of one plain tensor.
 
     Args:
-        place: What it belongs to, in forward.
+        place: Origin of its exchange, as in forward.
 
     Attributes:
-        part: This rank's part, from where it is known to where the sum is used.
-        value: The sum, once it is exchanged.
+        part: This rank's part, from when it has been computed until the sum is used.
+        value: The sum, once it has been exchanged.
     """
 
     def __init__(self, place: Place) -> None:
@@ -107,12 +108,12 @@ class LaterSum:
         self.value: Tensor | None = None
 
     def note(self, part: Tensor) -> None:
-        """Note this rank's part for the next exchange."""
+        """Record this rank's part for the next exchange."""
         self.part, self.value = part, None
         self.place.call.waiting.in_backward.append(self)
 
     def take(self) -> Tensor | None:
-        """Return the sum, None if no part was noted. Communication: one exchange of all parts that were noted, if it is not known yet."""
+        """Return the sum, or None if no part was recorded. Communication: one exchange of all recorded parts, unless already exchanged."""
         if self.part is None:
             return None
         if self.value is None:
@@ -122,7 +123,7 @@ class LaterSum:
 
 
 def _exchange_noted(call: RowsCall) -> None:
-    """Exchange the sums of backward that were noted."""
+    """Exchange all recorded sums of backward."""
     waiting, call.waiting.in_backward = call.waiting.in_backward, []
     parts = [Part(each.part, each.place.backward()) for each in waiting if each.part is not None]
     for each, value in zip(waiting, SharedExchange(call, parts).run(), strict=True):
@@ -130,7 +131,7 @@ def _exchange_noted(call: RowsCall) -> None:
 
 
 class _Await(torch.autograd.Function):
-    """A plain tensor. Backward returns the sum over ranks of its gradient, of which ``_Share`` has noted this rank's part."""
+    """A plain tensor. Backward returns the sum over ranks of its gradient, of which ``_Share`` has recorded this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, plain: Tensor, later: LaterSum) -> Tensor:
@@ -139,7 +140,7 @@ class _Await(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # where second derivatives are asked for, _Share has exchanged it
+        # if second derivatives are requested, _Share has already exchanged it
         found = None if torch.is_grad_enabled() else ctx.later.take()
         return grads[0] if found is None else found, None
 
@@ -234,7 +235,7 @@ def _gathered(rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> 
     else:
         payloads = _meet(place, "rows of all ranks", form, host_bytes(own.resolve_conj().contiguous()))
         found = tensor_of_bytes(payloads).view(own.dtype).view(sum(counts), *own.shape[1:])
-    # not a view: autograd would refuse to change it in place
+    # not a view, because autograd would not allow in-place changes
     return found.movedim(0, dim).contiguous().detach()
 
 

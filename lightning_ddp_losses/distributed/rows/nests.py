@@ -31,7 +31,7 @@ def tensors_in(nest: Any) -> list[Tensor]:
 
 
 def numbers_in(values: Any) -> str:
-    """Return the numbers of a nest as ranks compare them."""
+    """Return the numbers of a nest, as text that ranks compare."""
     texts = []
     for value in values:
         if isinstance(value, Tensor):

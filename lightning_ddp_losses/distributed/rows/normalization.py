@@ -1,6 +1,6 @@
-"""Rule of batch normalization: mean and variance of all rows travel, D numbers each, and no row.
+"""Rule of batch normalization: the mean and variance of all rows are exchanged, D numbers each, and rows stay on their rank.
 
-Both are one operand of this rank's rows, so backward takes one sum.
+Both form one operand of this rank's rows, so backward takes one sum.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PLAIN = ("running_mean", "running_var", "weight", "bias")
 
 @rule("sum", "batch_norm")
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Centre and scale each channel by the mean and variance of all rows, or by those that are given."""
-    if func is not functional.batch_norm:  # torch.batch_norm has other arguments
+    """Center and scale each channel by the mean and variance of all rows, or by the running statistics in evaluation."""
+    if func is not functional.batch_norm:  # torch.batch_norm has different arguments
         return NO_RULE
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -47,7 +47,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _statistics_of(rows: GlobalRows, plain: dict[str, Tensor | None], momentum: float) -> Tensor | None:
-    """Return mean and variance of each channel, (2, C), and note them in the running ones. None for one number, which torch refuses."""
+    """Return mean and variance of each channel, (2, C), and update the running statistics, or return None if there are too few numbers."""
     dims = [dim for dim in range(rows._ndim) if dim != 1]
     number = math.prod(rows._shape[dim] for dim in dims)
     if number < 2 or not rows._local.dtype.is_floating_point:
@@ -66,7 +66,7 @@ def _statistics_of(rows: GlobalRows, plain: dict[str, Tensor | None], momentum: 
 
 
 def _normalized(rows: GlobalRows, statistics: Tensor, plain: dict[str, Tensor | None], eps: float) -> Tensor:
-    """Return this rank's rows, centred and scaled."""
+    """Return this rank's rows, centered and scaled."""
     call, local = rows._call, rows._local
     shape = [1, -1] + [1] * (rows._ndim - 2)
     mean, variance = share(call, statistics, "batch_norm")

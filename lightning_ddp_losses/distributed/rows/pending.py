@@ -1,12 +1,13 @@
-"""`PendingValue`: a sum over ranks that is exchanged when a value is needed first, and what follows from such sums.
+"""`PendingValue`: a sum over ranks that is exchanged when its value is first required, or a result computed from such sums.
 
-A formula often takes several sums before it reads one (the overlap and the sizes of a Dice, a mean and a covariance). They are sent
-together. An operator on pending values and numbers is pending, too. All else needs the value: an operand of rows, a number on the host,
-a branch, an operator without a rule here. Then all pending sums are exchanged, and all pending operators run, in the order of the formula.
+A formula often computes several sums before it reads one of them (the overlap and the sizes of a Dice, a mean and a covariance). These sums
+are sent together. The result of an operator on pending values and numbers is also pending. Every other use requires the value: an operation
+with rows, a number on the host, a branch, an operator that is not listed here. At this point all pending sums are exchanged, and all
+pending operators run, in the order of the formula.
 
-A pending value has a shape and no memory. Each resolves to one plain tensor, which stands for it from then on.
+A pending value has a shape but does not have memory. It resolves to one plain tensor, which replaces it from then on.
 
-Ranks compare the pending operators, their operands and numbers, in the exchange. Values that follow from them are so equal on all ranks.
+In the exchange, ranks compare the pending operators, their operands and numbers. The resulting values are therefore equal on all ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _FIX = "Write into a clone: value.clone() has the value of the sum."
 
 
 class PendingValue(Tensor):
-    """A value that is equal on all ranks and not known yet.
+    """A value that is equal on all ranks and has not been computed yet.
 
     Args:
         call: The call that it belongs to.
-        form: A tensor of its shape and dtype. It may have no memory.
+        form: A tensor with its shape and dtype, possibly without memory.
         device: Its device.
-        needs_grad: Whether it has a graph, once it is known.
+        needs_grad: Whether it has a graph once it has been computed.
     """
 
     _call: RowsCall
@@ -62,7 +63,7 @@ class PendingValue(Tensor):
 
     @staticmethod
     def __new__(cls, call: RowsCall, form: Tensor, device: torch.device, *, needs_grad: bool) -> PendingValue:
-        """Make a value without memory, and append it to those that the call waits for."""
+        """Create a value without memory, and append it to the pending values of the call."""
         made: PendingValue = compat.without_memory(cls, form.shape, form.dtype, device)
         made._call, made._form, made._device, made._needs_grad = call, form, device, needs_grad
         made._number = call.waiting.number_of_values
@@ -72,17 +73,17 @@ class PendingValue(Tensor):
         return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Show the shape while the value is not known: it would need an exchange, which a debugger must not start."""
+        """Show the shape while the value is pending, because computing it would start an exchange, which a debugger must not do."""
         if self._plain is not None:
             return repr(self._plain)
         return f"PendingValue({tuple(self.shape)}, {self.dtype})"
 
     def is_known(self) -> bool:
-        """Return whether a plain tensor stands for it already."""
+        """Return whether a plain tensor has already replaced it."""
         return self._plain is not None
 
     def resolved(self) -> Tensor:
-        """Return the plain tensor that stands for it. Communication: one exchange, if it is not known yet."""
+        """Return the plain tensor that replaces it. Communication: one exchange, unless it has been computed."""
         if self._plain is None:
             exchange_pending(self._call)
         if self._plain is None:
@@ -97,7 +98,7 @@ class PendingValue(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let an operator wait, or call it with values."""
+        """Defer an operator, or call it with values."""
         kwargs = kwargs or {}
         if func in FACTS:
             with compat.without_torch_function():
@@ -108,13 +109,13 @@ class PendingValue(Tensor):
                 return made
         if func in UNCOUNTED:
             args[0].resolved()
-            args[0]._version_of_plain = -1  # nothing waits for it from now on
+            args[0]._version_of_plain = -1  # operators on this value are not deferred from now on
         args, kwargs = mapped(plain_of, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Call a kernel that was not called as a function of torch with values. Autograd has recorded it already."""
+        """Call a kernel with values. It was not called as a function of torch, and autograd has already recorded it."""
         values, by_name = mapped(_value_of, (args, kwargs or {}))
         if not compat.is_write(func):
             return func(*values, **by_name)
@@ -122,13 +123,13 @@ class PendingValue(Tensor):
             raise InputError(
                 f"{func} of a sum over rows", expected="no write in place", got=f"one, at {line_of_loss()}", fix=_FIX
             )
-        # a buffer that a formula has set, and that is broadcast
+        # a buffer that was set by the formula and is being broadcast
         result = func(*values, **by_name)
         return args[0] if type(args[0]) is PendingValue else result
 
 
 def plain_of(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that stands for a pending value, and any other tensor unchanged."""
+    """Return the plain tensor that replaces a pending value, and any other tensor unchanged."""
     return tensor.resolved() if type(tensor) is PendingValue else tensor
 
 
@@ -145,19 +146,19 @@ def add(call: RowsCall, part: Tensor, operator: str) -> Tensor:
 
 
 def stack(call: RowsCall, part: Tensor, operator: str) -> Tensor:
-    """Return a tensor of each rank, of equal shapes: (W, ...). Communication: a share of one exchange, none in backward."""
+    """Return the tensors of all ranks, which have equal shapes, as (W, ...). Communication: a share of one exchange, none in backward."""
     return _wait_for(call, part, Place(call, operator, line_of_loss()), STACK)
 
 
 def _wait_for(call: RowsCall, part: Tensor, place: Place, kind: str) -> Tensor:
     if call.is_over or torch.is_inference_mode_enabled():
-        # a checkpoint that computes once more in backward
+        # a checkpoint that recomputes in backward
         return added_now(part, place) if kind == SUM else stacked_now(part, place)
     return _Later.apply(part, place, kind)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Later(torch.autograd.Function):
-    """A sum, or tensors of all ranks, that is exchanged later."""
+    """A sum, or a stack of all ranks' tensors, that is exchanged later."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, place: Place, kind: str) -> Tensor:
@@ -193,14 +194,14 @@ class _Known(torch.autograd.Function):
 
 
 def _deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingValue | None:
-    """Return the result of an operator as one that is not known yet. None if it needs values."""
+    """Return the pending result of an operator, or None if the operator requires values."""
     given = [each for each in tensors_in((args, kwargs)) if type(each) is PendingValue]
     if not _can_wait(func, given):
         return None
     text = text_of(func, *mapped(_numbered, (args, kwargs)))
     if text is None:
         return None
-    # torch computes shapes in Python, which takes longer than all else here
+    # torch computes shapes in Python, which takes longer than everything else in this function
     key = func, text, torch.get_default_dtype(), *((each._form.shape, each._form.dtype) for each in given)
     form = _forms.get(key)
     if form is None:
@@ -224,40 +225,40 @@ _forms: dict[Any, Tensor] = {}
 
 
 def _can_wait(func: Any, given: list[PendingValue]) -> bool:
-    """Return whether an operator on these values can wait."""
+    """Return whether an operator on these values can be deferred."""
     call = given[0]._call
     if call.is_over or any(each._call is not call for each in given):
         return False
-    # what is known was not written to, and is not written to later
+    # values that are already computed must not have been written to, and must not be written to by this operator
     known = [each for each in given if each._plain is not None]
     if len(known) == len(given) or (func in OUT_OF_PLACE and given[0]._plain is not None):
         return False
     if any(each._plain is None or each._plain._version != each._version_of_plain for each in known):
         return False
-    # what a custom autograd.Function returns gets its graph from it
+    # the result of a custom autograd.Function gets its graph from that function
     if not torch.is_grad_enabled() and (call.has_grad_mode or is_in_custom_function()):
         return False
     return not (compat.are_saved_tensors_hooked() or compat.is_any_autocast_on())
 
 
 def _form_of_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return a tensor of the shape and dtype of a result, without memory. None if it is no tensor, or depends on values."""
+    """Return a tensor without memory that has the shape and dtype of the result, or None if it is not a tensor or depends on values."""
     try:
         form = func(*mapped(_form_of, args), **mapped(_form_of, kwargs))
     except Exception:
-        return None  # the operator itself raises it when it is called with values
+        return None  # the operator raises the same error when it is called with values
     return form if type(form) is Tensor else None
 
 
 def _waiting_for(operation: Operation, form: Tensor, like: PendingValue, *, needs_grad: bool) -> PendingValue:
-    """Return the result of an operator, which waits."""
+    """Return the pending result of a deferred operator."""
     made = PendingValue(like._call, form, like._device, needs_grad=needs_grad)
     made._operation = operation
     return made
 
 
 class _Deferred(torch.autograd.Function):
-    """An operator that waits. Its graph is used by what is not called as a function of torch, as a custom ``autograd.Function``."""
+    """A deferred operator. Its graph is used by calls that are not functions of torch, such as a custom ``autograd.Function``."""
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, form: Tensor, *given: PendingValue) -> Tensor:
@@ -282,12 +283,12 @@ class _Deferred(torch.autograd.Function):
             allow_unused=True,
         )
         by_number = dict(zip((each._number for each in needed), found, strict=True))
-        # a value that is given twice gets its whole gradient once
+        # a value that is passed twice receives its whole gradient once
         return None, None, *(by_number.pop(each._number, None) for each in given)
 
 
 def _written(value: PendingValue, operation: Operation, until: str = "") -> InputError:
-    """Return the error of an operation whose operand was written to."""
+    """Return the error for an operation whose operand was written to."""
     return InputError(
         f"{value._call.title}: {operation.text}",
         expected=f"no write in place into its operand{until}",
@@ -316,9 +317,9 @@ def exchange_pending(call: RowsCall) -> None:
     """Exchange all sums of a call that are pending, and run the operators that wait for them.
 
     Raises:
-        RankMismatchError: on every rank, when the sums, or the operators on them, differ.
+        RankMismatchError: on every rank, if the sums or the operators on them differ.
 
-    Communication: one handshake, and one sum for each dtype of those that do not fit into it.
+    Communication: one handshake, and one sum per dtype for sums that do not fit into it.
     """
     exchange = _Exchange(call)
     if exchange.sums:
@@ -327,12 +328,12 @@ def exchange_pending(call: RowsCall) -> None:
 
 
 def close_call(call: RowsCall) -> None:
-    """Meet all ranks after the formula, and exchange the sums that are pending there.
+    """Exchange the sums that are still pending at the end of the formula. Collective.
 
     Raises:
-        RankMismatchError: on every rank, when the number of exchanges or results differs, the sums, or the operators on them.
+        RankMismatchError: on every rank, if the number of exchanges or results, the sums, or the operators on them differ.
 
-    Communication: one handshake, and one sum for each dtype of those that do not fit into it. The host waits for an accelerator.
+    Communication: one handshake, and one sum per dtype for sums that do not fit into it. The host waits for an accelerator.
     """
     exchange = _Exchange(call)
     if not exchange.sums:
@@ -345,7 +346,7 @@ class _Exchange:
     """One exchange of all sums that are pending.
 
     Args:
-        call: Their call. It has none afterwards.
+        call: Their call. Its list of pending values is emptied.
 
     Attributes:
         sums: The sums.
@@ -360,7 +361,7 @@ class _Exchange:
         self._shared = SharedExchange(call, [_part_of(each) for each in self.sums])
 
     def operators(self) -> str:
-        """Return what is exchanged."""
+        """Return the names of the operators whose sums are exchanged."""
         return self._shared.operators()
 
     def lines(self) -> str:
@@ -368,21 +369,21 @@ class _Exchange:
         return self._shared.lines()
 
     def must_match(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
+        """Return the values that must be equal on all ranks."""
         texts = [f"#{each._number}: {each._operation.text}" for each in self._waiting if each._operation is not None]
         return {**self._shared.must_match(), "operations on sums": "; ".join(texts)}
 
     def payload(self) -> bytes:
-        """Return this rank's parts that are sent in the handshake."""
+        """Return those of this rank's parts that are sent in the handshake."""
         return self._shared.payload()
 
     def finish(self, payloads: Sequence[bytes]) -> None:
-        """Give all that wait their values."""
+        """Resolve all pending values."""
         for each, value in zip(self.sums, self._shared.values(payloads), strict=True):
             each._value = value
         with contextlib.ExitStack() as stack:
             if compat.are_saved_tensors_hooked():
-                # a checkpoint counts what its own region saves
+                # a checkpoint counts the tensors that its region saves
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             stack.enter_context(precision.without_autocast({each._device.type for each in self._waiting}))
             if torch.is_inference_mode_enabled():
@@ -392,7 +393,7 @@ class _Exchange:
 
 
 def _resolve(pending: PendingValue) -> None:
-    """Compute the plain tensor that stands for a pending value."""
+    """Compute the plain tensor that replaces a pending value."""
     operation = pending._operation
     if operation is None:
         assert pending._value is not None

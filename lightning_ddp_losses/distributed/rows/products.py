@@ -1,4 +1,4 @@
-"""Rules of products of matrices, and of distances: a product over the rows is a sum over ranks; rows against rows take gathered rows."""
+"""Rules of matrix products and distances: a product over the rows is a sum over ranks, and rows against rows use gathered rows."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _contracted(second: Tensor) -> int:
-    """Return the dimension of the second factor that a product adds over."""
+    """Return the dimension of the second factor over which a product sums."""
     return max(second.ndim - 2, 0)
 
 
 def _product(first: Tensor, second: Tensor) -> Any:
-    """Return a product of matrices by the rules of its rows."""
+    """Return a matrix product, depending on the position of the rows."""
     if isinstance(first, GlobalRows) and isinstance(second, GlobalRows):
         over_rows = first._dim == first._ndim - 1 and second._dim == _contracted(second)
         if over_rows and first._counts == second._counts:
@@ -85,7 +85,7 @@ def _plain_by_rows(first: Tensor, second: GlobalRows) -> Any:
 
 
 def _batch_of_rows(rows: GlobalRows, other: Tensor, *, is_first: bool) -> Any:
-    """Multiply matrices of each row with plain ones."""
+    """Multiply the matrices of each row by plain matrices."""
     from_right = rows._ndim - rows._dim
     if other.ndim >= from_right and other.shape[other.ndim - from_right] != 1:
         return NO_RULE
@@ -121,7 +121,7 @@ def addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("product", "einsum")
 def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add products over the letters that the result lacks. If the letter of the rows is one of them, over the ranks too."""
+    """Sum products over the letters that are missing in the result, and over ranks if the letter of the rows is one of them."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -131,7 +131,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     *given, result = terms
     letter = given[_index_of(operands, lead)][lead._dim]
-    # 1. every operand for this rank's rows
+    # 1. convert every operand to this rank's rows
     own = []
     for term, operand in zip(given, operands, strict=True):
         if term.count(letter) > 1:
@@ -163,7 +163,7 @@ def _index_of(operands: list[Any], wanted: object) -> int:
 
 
 def _terms_of(equation: object, operands: list[Any]) -> list[str] | None:
-    """Return the letters of each operand and of the result. None for an equation of another form."""
+    """Return the letters of each operand and of the result, or None if the equation is not supported."""
     if not isinstance(equation, str) or "." in equation:
         return None
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -195,7 +195,7 @@ def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("product", "cosine_similarity pairwise_distance")
 def along_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compare rows at the same place."""
+    """Compare rows with the same index."""
     from lightning_ddp_losses.distributed.rows.local import lead_of, local_operands
 
     names = ("x1", "x2", "dim", "eps") if name_of(func) == "cosine_similarity" else ("x1", "x2", "p", "eps", "keepdim")

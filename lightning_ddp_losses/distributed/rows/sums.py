@@ -1,6 +1,6 @@
-"""Rules of operators that take the dimension of the rows away: this rank's part, then one sum over ranks. The result is plain.
+"""Rules of operators that reduce the dimension of the rows: this rank's part, then one sum over ranks. The result is plain.
 
-Means, variances, norms and ``logsumexp`` are made of sums by their formulas, with torch's operators on rows, so each derivative follows.
+Means, variances, norms and ``logsumexp`` are expressed as sums, with torch's operators on rows, so autograd computes their derivatives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, na
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any] | None:
-    """Return arguments after the first by name. None if there are others, or if the first has no rows."""
+    """Return arguments after the first one by name, or None if there are unknown arguments or the first one is not ``GlobalRows``."""
     if not args or not isinstance(args[0], GlobalRows) or len(args) > len(names) + 1:
         return None
     found = dict(zip(names, args[1:], strict=False))
@@ -31,7 +31,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[s
 
 
 def _dims(rows: GlobalRows, dim: Any) -> list[int] | None:
-    """Return the dimensions of a reduction. None or nothing means all of them."""
+    """Return the dimensions of a reduction, where None or an empty list means all dimensions."""
     if dim is None or dim in ((), []):
         return list(range(rows._ndim))
     return dims_of(rows, dim)
@@ -103,40 +103,40 @@ def var(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _LARGEST_MOMENTS = 1 << 20
-"""Most bytes of the moments of all ranks. More numbers are centred, which takes two sums of one number for three of each rank."""
+"""Maximum size in bytes of all ranks' moments. Larger tensors are centered, which takes two sums instead of three numbers per rank."""
 
 
 def _are_moments_small(rows: GlobalRows, dims: list[int]) -> bool:
-    """Return whether each rank can send its own moments. All ranks get the same answer."""
+    """Return whether the moments are small enough for each rank to send its own. Equal on all ranks."""
     kept = math.prod(size for dim, size in enumerate(rows._shape) if dim not in dims)
     return 3 * kept * rows._local.element_size() * rows._call.world_size <= _LARGEST_MOMENTS
 
 
 def _squares_of_ranks(rows: GlobalRows, dims: list[int], operator: str) -> Tensor:
-    """Return the sum of squared distances from the mean, with its dimensions, from the mean and the squares of each rank (Chan et al.)."""
+    """Return the sum of squared distances from the mean, keeping dimensions, from the mean and squares of each rank (Chan et al.)."""
     local = rows._local
     number = math.prod(local.shape[dim] for dim in dims)
     mean_of_rank = local.sum(dims, keepdim=True) / max(number, 1)
     squares_of_rank = (local - mean_of_rank).square().sum(dims, keepdim=True)
-    # 1. means are weighted by the root of their number, so that their squares are by the number
+    # 1. means are weighted by the root of their number, so that their squares are weighted by the number
     weight = math.sqrt(number)
     weights = torch.full_like(squares_of_rank, weight)
     moments = stack(rows._call, torch.stack([mean_of_rank * weight, squares_of_rank, weights]), operator)
     means, squares, weights = moments[:, 0], moments[:, 1], moments[:, 2]
-    # 2. squares within the ranks, and those of the ranks' means
+    # 2. squares within the ranks, and squares of the ranks' means
     mean = (means * weights).sum(0) / _number(rows, dims)
     return squares.sum(0) + (means - weights * mean).square().sum(0)
 
 
 def _root(squares: Tensor) -> Tensor:
-    """Return the root of a sum of squares. Its gradient at 0 is 0, as that of torch's ``std`` and ``norm``."""
+    """Return the root of a sum of squares. Its gradient at 0 is 0, as in torch's ``std`` and ``norm``."""
     is_zero = squares == 0
     return squares.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
 
 
 @rule("sum", "norm vector_norm linalg_vector_norm linalg_norm")
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the root of a sum of squares, or add magnitudes."""
+    """Compute the root of a sum of squares, or a sum of magnitudes."""
     given = _named(args, kwargs, "p", "dim", "keepdim", "dtype")
     if "ord" in kwargs and isinstance(args[0], GlobalRows):
         renamed = {("p" if name == "ord" else name): value for name, value in kwargs.items()}
@@ -162,7 +162,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("sum", "any all")
 def any_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Count the rows that hold."""
+    """Count the elements that are nonzero (``any``) or zero (``all``)."""
     given = _named(args, kwargs, "dim", "keepdim")
     if given is None:
         return NO_RULE
@@ -177,7 +177,7 @@ def any_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("sum", "amax amin max min")
 def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the largest or smallest number. Equal ones share the gradient."""
+    """Return the largest or smallest number. The gradient is shared equally among equal numbers."""
     operator = name_of(func)
     is_first_form = operator in ("amax", "amin")
     if not is_first_form and (len(args) > 1 or kwargs):  # with indices, or of two tensors
@@ -212,7 +212,7 @@ def _extreme_along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _extreme_number(rows: GlobalRows, dims: list[int], is_max: bool) -> Tensor:
-    """Return the extreme over the rows of all ranks with its dimensions, without a gradient. A rank without rows has the other end."""
+    """Return the extreme over the rows of all ranks, keeping dimensions and without a gradient. Empty ranks use the opposite extreme."""
     local = rows._local.detach()
     if local.shape[rows._dim] == 0:
         shape = [1 if dim in dims else size for dim, size in enumerate(rows._shape)]
@@ -229,7 +229,7 @@ def _extreme_number(rows: GlobalRows, dims: list[int], is_max: bool) -> Tensor:
 
 @rule("sum", "logsumexp")
 def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take the logarithm of a sum of exponentials, shifted by the largest number."""
+    """Compute the logarithm of a sum of exponentials, shifted by the largest number."""
     given = _named(args, kwargs, "dim", "keepdim")
     if given is None or "dim" not in given or not args[0]._local.dtype.is_floating_point:
         return NO_RULE
@@ -247,7 +247,7 @@ def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("sum", "bincount")
 def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Count numbers, or add weights of rows."""
+    """Count numbers, or sum the weights of rows."""
     given = dict(zip(("weights", "minlength"), args[1:], strict=False)) | kwargs
     rows, weights = args[0], given.get("weights")
     if not isinstance(rows, GlobalRows):
@@ -258,14 +258,14 @@ def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     length = max(int(rows.max()) + 1, given.get("minlength", 0))
     own = torch.bincount(rows._local, None if weights is None else weights._local, length)
     if weights is not None:
-        # torch counts in integers where there are no rows
+        # torch returns integer counts if there are no rows
         own = own.to(torch.float32 if weights._local.dtype == torch.float32 else torch.float64)
     return add(rows._call, own, "bincount")
 
 
 @rule("sum", "index_add scatter_reduce index_reduce")
 def index_add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add rows to a plain tensor at the numbers in rows."""
+    """Add rows to a plain tensor at indices that are rows."""
     if name_of(func) != "index_add" or len(args) != 4 or kwargs:
         return NO_RULE
     target, dim, index, source = args

@@ -1,12 +1,12 @@
-"""`GlobalRows`: a tensor of the rows of all ranks, of which this rank holds its own.
+"""`GlobalRows`: a tensor of the rows of all ranks, of which this rank holds its own rows.
 
-Its shape is the global one, (G, ...), so ``len(x)``, ``x.shape[0]``, means and branches in a formula are those of one process. Operators
-on it follow rules (``RULES``), which compute on this rank's rows with torch's own autograd and exchange sums and rows (``RowsCall``). An
-operator without a rule gets the rows of all ranks, which is exact and dearer. If it writes into rows, or something writes into its result
-and the result shares memory with rows, that is an error, since the write would be lost.
+Its shape is the global shape, (G, ...), so ``len(x)``, ``x.shape[0]``, means and branches in a formula are the same as in one process.
+Operators follow rules (``RULES``), which compute on this rank's rows with torch's autograd and exchange sums and rows (``RowsCall``). An
+operator without a rule is called with the rows of all ranks, which is exact but more expensive. It is an error if such an operator writes
+into rows, or if its result shares memory with rows and is written to, because the write would be lost.
 
-Rules are applied above autograd (``__torch_function__``). What reaches torch's dispatcher with such a tensor has not followed a rule, and
-is an error: it has no memory of its own.
+Rules are applied above autograd (``__torch_function__``). An operator that reaches torch's dispatcher with such a tensor has not followed a
+rule and raises an error, because the tensor does not have memory.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
 """
@@ -43,12 +43,12 @@ _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class Rule(NamedTuple):
-    """What an operator does with rows.
+    """How an operator is applied to rows.
 
     Attributes:
-        kind: ``"local"`` (row by row), ``"sum"`` (takes the rows away), ``"product"``, ``"view"``, ``"select"`` (chooses rows),
-            ``"loss"`` (row by row, then a sum), ``"value"`` (reads rows on the host), ``"fact"`` (reads no rows) or ``"error"``.
-        run: Called with the operator, its arguments, and its arguments by name. ``NO_RULE`` if it does not cover them.
+        kind: ``"local"`` (row by row), ``"sum"`` (reduces the rows), ``"product"``, ``"view"``, ``"select"`` (selects rows),
+            ``"loss"`` (row by row, then a sum), ``"value"`` (reads rows on the host), ``"fact"`` (does not read rows) or ``"error"``.
+        run: Called with the operator, its positional arguments and its keyword arguments. Returns ``NO_RULE`` if it does not cover them.
     """
 
     kind: str
@@ -56,13 +56,13 @@ class Rule(NamedTuple):
 
 
 RULES: dict[Any, Rule] = {}
-"""The rules by operator: a function or method of torch, as ``__torch_function__`` is called with it. All others gather."""
+"""Rules by operator, which is a function or method of torch as passed to ``__torch_function__``. Operators without a rule gather."""
 
 _OWNERS = (torch, Tensor, nn.functional, torch.special, torch.linalg, *compat.compiled_modules())
 
 
 def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function the rule of all functions and methods of torch that have one of these names."""
+    """Register a function as the rule of all functions and methods of torch that have one of these names."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
         for name in " ".join(names).split():
@@ -76,11 +76,11 @@ def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 class GlobalRows(Tensor):
-    """Rows of all ranks, of which this rank holds its own.
+    """Rows of all ranks, of which this rank holds its own rows.
 
     Args:
         local: (..., B, ...), this rank's rows, with their graph.
-        counts: B of all ranks.
+        counts: B of each rank.
         dim: The dimension of the rows.
         call: The call that they belong to.
     """
@@ -94,7 +94,7 @@ class GlobalRows(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, counts: tuple[int, ...], dim: int, call: RowsCall) -> GlobalRows:
-        """Make a tensor of the global shape, without memory."""
+        """Create a tensor with the global shape and without memory."""
         shape = list(local.shape)
         shape[dim] = sum(counts)
         rows: GlobalRows = compat.without_memory(cls, shape, local.dtype, local.device)
@@ -107,17 +107,17 @@ class GlobalRows(Tensor):
         return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Show shapes: values would need an exchange, which a debugger must not start."""
+        """Show shapes but no values, which would start an exchange. A debugger must not do that."""
         return (
             f"GlobalRows(rows of this rank: {tuple(self._local.shape)}, of all ranks: {self._counts}, dim={self._dim})"
         )
 
     def _same(self, local: Tensor, dim: int | None = None, counts: tuple[int, ...] | None = None) -> GlobalRows:
-        """Return other rows of the same call. The dimension of the rows, and their counts, are those of these unless given."""
+        """Return different rows of the same call, with the same dimension and counts unless these are given."""
         return GlobalRows(local, counts or self._counts, self._dim if dim is None else dim, self._call)
 
     def _gathered(self, operator: str) -> Tensor:
-        """Return the rows of all ranks, plain."""
+        """Return the rows of all ranks as a plain tensor."""
         return gather(self._call, self._local, self._counts, self._dim, operator)
 
     def _collected(self, operator: str) -> Tensor:
@@ -128,12 +128,12 @@ class GlobalRows(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Apply the rule of an operator, or hand in the rows of all ranks."""
+        """Apply the rule of an operator, or call the operator with the rows of all ranks."""
         kwargs = _renamed(kwargs) if kwargs else {}
         known = RULES.get(func)
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
-        # types of a comparison are those of its first operand
+        # for a comparison, ``types`` contains only the type of the first operand
         if (len(types) > 1 and PendingValue in types) or (len(args) == 2 and type(args[1]) is PendingValue):
             args, kwargs = mapped(plain_of, (args, kwargs))
             types = [each for each in types if each is not PendingValue]
@@ -153,7 +153,7 @@ class GlobalRows(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse what has not followed a rule."""
+        """Reject operators that have not followed a rule."""
         raise _transform_error(f"operator {func}", "a transform (torch.func, vmap), a compiled function or a kernel")
 
 
@@ -161,7 +161,7 @@ class GlobalRows(Tensor):
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by torch's names. torch's own functions hand on ``out=None``, which is left out."""
+    """Return arguments by torch's names, without ``out=None``, which functions of torch pass on."""
     found = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
     if found.get("out", found) is None:
         del found["out"]
@@ -186,7 +186,7 @@ def name_of(func: Any) -> str:
 
 
 def operation_text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return an operator and its numbers, as ranks compare them."""
+    """Return an operator and its numbers in the form in which ranks compare them."""
     text = name_of(func)
     numbers = numbers_in(args)
     if numbers:
@@ -198,10 +198,10 @@ def operation_text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _on_all_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator with the rows of all ranks in place of rows.
+    """Call an operator with rows replaced by the rows of all ranks.
 
     Raises:
-        InputError: if it writes into rows.
+        InputError: if the operator writes into rows.
 
     Communication: a gather for each argument with rows.
     """
@@ -233,7 +233,7 @@ def _on_all_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def write_error(operator: str) -> InputError:
-    """Return the error for a write into rows that has no rule."""
+    """Return the error for a write into rows that is not covered by a rule."""
     return InputError(
         f"{operator} on rows of all ranks",
         expected="an operator that returns its result, or a write of which each row follows from the same row",
@@ -243,7 +243,7 @@ def write_error(operator: str) -> InputError:
 
 
 def _transform_error(operator: str, where: str) -> InputError:
-    """Return the error for an operator that is not called by the formula itself."""
+    """Return the error for an operator that is not called directly by the formula."""
     return InputError(
         f"{operator} on rows of all ranks",
         expected="an operator that is called by the formula itself",
@@ -253,7 +253,7 @@ def _transform_error(operator: str, where: str) -> InputError:
 
 
 def memory_error(what: str, line: str) -> InputError:
-    """Return the error for what reads or replaces memory that rows do not have."""
+    """Return the error for an operation that reads or replaces memory, which rows do not have."""
     return InputError(
         what,
         expected="operators that compute with the rows: they have no memory of their own",
@@ -263,7 +263,7 @@ def memory_error(what: str, line: str) -> InputError:
 
 
 def _refuse_place(func: Any, types: Any) -> None:
-    """Refuse an operator where its gradient, or its exchange, would be lost."""
+    """Reject an operator in a context in which its gradient or its exchange would be lost."""
     if inputs.is_capturing():
         raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
     if compat.is_in_transform():
@@ -294,10 +294,10 @@ def _signature_of(func: Any) -> inspect.Signature:
 
 
 def _refuse_lost_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a function of torch that does not hand on all that it was called with: ``l1_loss`` loses its weight (torch 2.13)."""
+    """Reject a function of torch that does not pass on all of its arguments, such as the weight of ``l1_loss`` (torch 2.13)."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not func.__code__:
-        # the function itself hands over, by one function of torch's
+        # the function calls ``handle_torch_function``, so only frames of this module and of torch.overrides are in between
         is_between = frame.f_globals.get("__name__") in (__name__, "torch.overrides")
         frame = frame.f_back if is_between else None
     if frame is None:
@@ -316,7 +316,7 @@ def _refuse_lost_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_after_the_call(func: Any) -> None:
-    """Refuse rows that were kept from an earlier call. A checkpoint computes once more in backward."""
+    """Reject rows that were stored by an earlier call, except during backward, where a checkpoint recomputes."""
     if compat.graph_task_id() != -1:
         return
     raise InputError(
@@ -328,7 +328,7 @@ def _refuse_after_the_call(func: Any) -> None:
 
 
 def _refuse_custom_function(func: Any) -> None:
-    """Refuse operators in the forward of a custom ``autograd.Function``, whose backward would get no rows."""
+    """Reject operators in the forward of a custom ``autograd.Function``, whose backward would not receive rows."""
     if is_in_custom_function():
         raise ConfigurationError(
             f"{name_of(func)} on rows of all ranks",

@@ -1,4 +1,4 @@
-"""Rules of operators that show rows in another shape, or choose some. Their results are views of this rank's rows where torch's are.
+"""Rules of operators that reshape rows or select some of them. Results are views of this rank's rows if torch returns views.
 
 The dimension of the rows may move (``transpose``), may take in those behind it (``(N, T, C)`` as ``(N * T, C)``: counts times T) and may be
 divided again. A slice of rows, and a mask of rows, are rows of other counts. An order of the rows that is not by rank gathers.
@@ -26,13 +26,13 @@ from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, RULES, GlobalR
 
 
 def _is_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the first argument is the only tensor, and has rows."""
+    """Return whether the first argument is the only tensor and is ``GlobalRows``."""
     others = (*args[1:], *kwargs.values())
     return isinstance(args[0], GlobalRows) and not any(isinstance(value, Tensor) for value in others)
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[int, ...] | None:
-    """Return sizes or dimensions that are given one by one, as one sequence, or by name."""
+    """Return sizes or dimensions that are passed separately, as one sequence, or by name."""
     given: Any = args[1:] or kwargs.get(name, ())
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = given[0]
@@ -52,7 +52,7 @@ def reorder(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _reordered(func: Any, rows: GlobalRows, others: Sequence[Any], kwargs: dict[str, Any]) -> GlobalRows:
     local = func(rows._local, *others, **kwargs)
-    # the sizes of a tensor without memory tell where the dimension of the rows is now
+    # the shape of a tensor without memory shows the new position of the dimension of the rows
     sizes = torch.empty([1 + (dim == rows._dim) for dim in range(rows._ndim)], device="meta")
     dim = list(func(sizes, *others, **kwargs).shape).index(2)
     return rows._same(local, dim)
@@ -69,7 +69,7 @@ for _name in ("T", "mT", "H", "mH"):
 
 @rule("view", "unsqueeze")
 def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add a dimension of one."""
+    """Add a dimension of size 1."""
     if not _is_rows(args, kwargs):
         return NO_RULE
     rows, dim = args[0], args[1] if len(args) > 1 else kwargs["dim"]
@@ -79,7 +79,7 @@ def unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("view", "squeeze")
 def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take dimensions of one away. This rank may have one row and all ranks more."""
+    """Remove dimensions of size 1. This rank may have one row even if the global tensor has more."""
     if not _is_rows(args, kwargs):
         return NO_RULE
     rows = args[0]
@@ -93,7 +93,7 @@ def squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("view", "expand expand_as broadcast_to")
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat dimensions of one that are not the rows'."""
+    """Repeat dimensions of size 1, except the dimension of the rows."""
     if not isinstance(args[0], GlobalRows):
         return NO_RULE
     rows = args[0]
@@ -115,13 +115,13 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("view", "view reshape flatten unflatten ravel reshape_as view_as")
 def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Join dimensions behind the rows' with it, or divide it again."""
+    """Merge dimensions after the dimension of the rows into it, or split it again."""
     rows = args[0]
     if not isinstance(rows, GlobalRows) or 0 in rows._shape:
         return NO_RULE
     if len(args) == 2 and isinstance(args[1], torch.dtype):
         return NO_RULE
-    # the shape in one process, from a tensor without memory
+    # the shape in one process, computed with a tensor without memory
     others = [torch.empty(each.shape, device="meta") if isinstance(each, Tensor) else each for each in args[1:]]
     shape = list(func(torch.empty(rows._shape, device="meta"), *others, **kwargs).shape)
     place = _place_of_rows(rows, shape)
@@ -138,7 +138,7 @@ def reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _place_of_rows(rows: GlobalRows, shape: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
-    """Return the dimension of the rows in another shape, and their counts. None if they are not by rank there."""
+    """Return the dimension of the rows in a new shape, and their counts, or None if rows are not divided by rank in it."""
     total, before = sum(rows._counts), math.prod(rows._shape[: rows._dim])
     for dim, size in enumerate(shape):
         if math.prod(shape[:dim]) != before:
@@ -159,7 +159,7 @@ def _place_of_rows(rows: GlobalRows, shape: Sequence[int]) -> tuple[int, tuple[i
     "view", "select narrow chunk split split_with_sizes unbind tensor_split diagonal hsplit vsplit dsplit __iter__ swap"
 )
 def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return parts along a dimension that is not the rows'."""
+    """Return parts along a dimension other than the dimension of the rows."""
     operator = name_of(func)
     if not _is_rows(args, kwargs):
         return NO_RULE
@@ -206,7 +206,7 @@ def _diagonal(rows: GlobalRows, others: Sequence[Any], kwargs: dict[str, Any]) -
 
 @rule("view", "cat concat concatenate stack hstack vstack")
 def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Join along a dimension that is not the rows'."""
+    """Concatenate along a dimension other than the dimension of the rows."""
     operator = name_of(func)
     if operator in ("hstack", "vstack") or "out" in kwargs:
         return NO_RULE
@@ -224,7 +224,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = []
     for tensor in tensors:
         operand = operand_of(tensor, lead, operator)
-        # a plain tensor of one row is no operand that broadcasts
+        # a plain tensor with one row must not broadcast
         if operand is NO_RULE or operand.shape[lead._dim] != lead._local.shape[lead._dim]:
             return NO_RULE
         found.append(operand)
@@ -236,7 +236,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @rule("select", "__getitem__")
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Read by basic indices of other dimensions, by a slice of rows, by a mask of rows; a plain table by numbers in rows."""
+    """Read with basic indices of other dimensions, a slice of rows or a mask of rows, or read a plain table at indices that are rows."""
     rows, index = args
     if not isinstance(rows, GlobalRows):
         if isinstance(index, GlobalRows) and index._local.dtype in (torch.int64, torch.int32):
@@ -251,13 +251,13 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def rows_of_table(table: Tensor, index: GlobalRows) -> Tensor:
-    """Return the entries of a plain tensor at this rank's numbers."""
+    """Return the entries of a plain tensor at this rank's indices."""
     shared = share(index._call, table, "__getitem__")
     return shared[index._local]
 
 
 def _basic(index: Any, ndim: int) -> list[Any] | None:
-    """Return basic indices, one for each dimension (None adds one). None if there are others."""
+    """Return basic indices, one for each dimension (a None among them adds a dimension), or None if there are other indices."""
     indices = list(index) if isinstance(index, tuple) else [index]
     if not all(each is None or each is Ellipsis or type(each) in (int, slice) for each in indices):
         return None
@@ -293,14 +293,14 @@ def _basic_part(rows: GlobalRows, indices: list[Any]) -> Any:
 
 
 def _slice_of_ranks(index: Any, rows: GlobalRows) -> tuple[slice, tuple[int, ...]] | None:
-    """Return this rank's part of a slice of rows, and the counts of all. None for a number."""
+    """Return this rank's part of a slice of rows, and the counts of all ranks, or None if the index is a number."""
     if type(index) is not slice:
         return None
     total = sum(rows._counts)
     first, stop, step = index.indices(total)
     own, counts, start = slice(0), [], 0
     for rank, count in enumerate(rows._counts):
-        # the first chosen row at or after the start of this rank's
+        # the first selected row at or after this rank's first row
         skipped = max(0, -(-(start - first) // step))
         begin = first + skipped * step - start
         end = max(begin, min(stop, start + count) - start)
@@ -312,7 +312,7 @@ def _slice_of_ranks(index: Any, rows: GlobalRows) -> tuple[slice, tuple[int, ...
 
 
 def _masked(rows: GlobalRows, index: GlobalRows) -> Any:
-    """Return the rows that a mask of rows chooses. Communication: their counts."""
+    """Return the rows that a mask of rows selects. Communication: one handshake, which exchanges their counts."""
     is_mask = index._local.dtype == torch.bool
     if not is_mask or rows._dim != 0 or index._dim != 0 or rows._counts != index._counts:
         return NO_RULE
@@ -324,7 +324,7 @@ def _masked(rows: GlobalRows, index: GlobalRows) -> Any:
 
 @rule("select", "masked_select")
 def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the numbers that a mask of the same shape chooses."""
+    """Return the elements that a mask of the same shape selects."""
     if len(args) != 2 or kwargs or not all(isinstance(value, GlobalRows) for value in args):
         return NO_RULE
     rows, mask = args
@@ -333,7 +333,7 @@ def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @rule("select", "index_select")
 def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Choose along another dimension by plain numbers; a plain table by numbers in rows."""
+    """Select along another dimension with plain indices, or from a plain table with indices that are rows."""
     if kwargs or len(args) != 3:
         return NO_RULE
     rows, dim, index = args
@@ -350,7 +350,7 @@ def index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @rule("local", "__setitem__")
 def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write by basic indices, or where a mask of rows holds. A plain tensor is written to on every rank."""
+    """Write at basic indices, or where a mask of rows is true. A plain tensor is written to on every rank."""
     rows, index, value = args
     if not isinstance(rows, GlobalRows):
         return NO_RULE
@@ -375,13 +375,13 @@ def _write(target: GlobalRows, value: Any) -> None:
 
 
 def _set_masked(rows: GlobalRows, index: GlobalRows, value: Any) -> None:
-    """Write numbers, or a row that is the same for all, where a mask holds."""
+    """Write numbers, or one row that is equal for all rows, where a mask is true."""
     is_mask = index._local.dtype == torch.bool and rows._dim == 0 and index._dim == 0
     is_aligned = is_mask and index._counts == rows._counts and rows._shape[: index._ndim] == index._shape
     if not is_aligned or isinstance(value, GlobalRows):
         raise write_error("__setitem__")
     if isinstance(value, Tensor):
-        if value.ndim > rows._ndim - index._ndim:  # a value for each place, in an order over all ranks
+        if value.ndim > rows._ndim - index._ndim:  # one value per selected position, ordered over all ranks
             raise write_error("__setitem__")
         value = share(rows._call, value, "__setitem__")
     rows._local[index._local] = value

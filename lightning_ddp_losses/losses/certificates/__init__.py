@@ -6,10 +6,10 @@
 | ``tracing`` | one run of a loss under torch's modes of functions and operators |
 | ``rules``, ``row_rules``, ``sum_rules``, ``lookups`` | the operators that have a rule, and the kind of their results |
 | ``kinds`` | constants, rows, sums over rows, and their arithmetic |
-| ``operation`` | an operator as the rules see it, and where it moves rows to |
-| ``functions`` | functions of torch that divide by a number inside |
-| ``followed_numbers`` | sizes and values as Python computes with them |
-| ``lines`` | the user's line that an operator runs for |
+| ``operation`` | an operator in the form for rules, and the positions to which it moves rows |
+| ``functions`` | functions of torch that divide by a number internally |
+| ``followed_numbers`` | sizes and values that are used in Python computations |
+| ``lines`` | the user's line to which an operator belongs |
 | ``memory`` | kinds of tensors, and writes in place |
 | ``certificate`` | `Certificate` |
 """

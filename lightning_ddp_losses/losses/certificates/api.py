@@ -39,24 +39,24 @@ RANKS = 8
 """Ranks that the bytes are stated for."""
 _SIZES = (11, 13, 17, 19, 23, 29, 31)  # rows of the traced parts
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
-_SMALLEST = 1e-6  # of values and gradients. Below it is rounding, of a loss that is zero in truth
+_SMALLEST = 1e-6  # values and gradients below this are rounding errors of a loss that is actually zero
 _SEED = 0
 
 
 def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
-    """Say whether plain DDP is right for a loss, and which line is not, without ranks and without data.
+    """Determine whether plain DDP is right for a loss, and if not, which line is wrong, without ranks and without data.
 
-    DDP takes the mean of the ranks' gradients. That is the gradient of the whole batch only if the loss is a mean over rows. The loss is
-    traced on parts of the example: *right* is a list of what is allowed. Each operator that removes rows is a mean, divided by the number
-    of elements of what it reduces, and only linear operators follow. It then holds for every number of ranks and all rows, as long as
-    the branches of Python in ``limits`` come out as on the example. *Wrong* is a counterexample: two simulated ranks differ from the whole
-    example. All else is *cannot tell*.
+    DDP computes the mean of the ranks' gradients. This is the gradient of the whole batch only if the loss is a mean over rows. The loss is
+    traced on parts of the example. It is *right* if all operators are allowed: each operator that removes rows is a mean, divided by the
+    number of elements that it reduces, and only linear operators follow. The result then holds for every number of ranks and all rows, as
+    long as the Python branches in ``limits`` have the same outcome as on the example. *Wrong* means that there is a counterexample: two
+    simulated ranks differ from the whole example. In all other cases the verdict is *cannot tell*.
 
     Args:
-        loss: A module or function from rows to a scalar: torch.nn's, your own. A module is copied, and stays as it is.
-        *example: Its arguments: tensors whose dimension 0 counts rows, nested in lists and dicts or not. 0-dim tensors and other values
-            belong to no row. Tensors that get a gradient have ``requires_grad=True``. If none has, all floating ones get one. 8 rows are
-            enough. Values as in training make sure that the loss takes the same branches.
+        loss: A module or function from rows to a scalar, from torch.nn or your own code. A module is copied and not changed.
+        *example: Its arguments: tensors with rows in dimension 0, which may be nested in lists and dicts. 0-dim tensors and other values
+            do not belong to rows. Tensors that receive a gradient must have ``requires_grad=True``. If there are none, all floating-point
+            tensors receive a gradient. 8 rows are enough. Use realistic values, so that the loss takes the same branches as in training.
 
     Returns:
         The ``Certificate``: ``verdict``, ``reasons`` and ``limits`` with file and line, and what ``GlobalBatchLoss`` sends.
@@ -64,8 +64,8 @@ def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
     Communication: none.
 
     Raises:
-        InputError: an example without rows, with one row, or with different numbers of rows.
-        ConfigurationError: a loss that returns no scalar, or one without a gradient.
+        InputError: for an example without rows, with one row, or with different numbers of rows.
+        ConfigurationError: for a loss that does not return a scalar, or whose result does not have a gradient.
 
     Example:
         >>> import torch
@@ -189,8 +189,8 @@ class _Subject:
     Attributes:
         loss: The loss. Each run has a copy.
         example: The example.
-        dtype: Dtype of floating tensors. None: as they are given.
-        wants_grad: Whether each tensor of the example gets a gradient, in order.
+        dtype: Dtype of floating-point tensors. If None, their dtype is not changed.
+        wants_grad: Whether each tensor of the example receives a gradient, in order.
     """
 
     loss: Any
@@ -220,7 +220,7 @@ class _Subject:
         return tuple(_with_tensors(self.example.args, taken))
 
     def value_and_gradients(self, rows: Sequence[int]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the value, the gradients of the loss's parameters, and those of the rows."""
+        """Return the value, the gradients of the loss's parameters, and the gradients of the rows."""
         loss = self.copy_of_loss()
         args = self.arguments(rows)
         value = loss(*args)
@@ -308,7 +308,7 @@ def _prepared(loss: Any, example: _Example) -> _Subject:
 
 
 def _check_value(value: object) -> None:
-    """Refuse what is no loss."""
+    """Reject a value that is not a loss."""
     is_tensor = isinstance(value, Tensor)
     got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     fix = "Let the loss reduce: reduction='mean', or .mean()."

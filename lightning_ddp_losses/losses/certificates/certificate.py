@@ -45,10 +45,10 @@ class Sent:
         evaluation: The cheapest exact evaluation: ``"elements"``, ``"moments"``, ``"rows"`` or ``"replicated"``. Empty if it refuses the
             loss.
         text: The plan, as ``print(GlobalBatchLoss(loss).plan)`` shows it, or the refusal.
-        ranks: Number of ranks that ``gathered_bytes`` is for.
-        rows: Rows of each of them: those of the example.
-        gathered_bytes: Bytes of the rows that each rank holds after the gather. 0 if no rows are gathered. Of a function, the most that a
-            gather of its arguments takes: rows stay on their rank but where an operator needs those of all ranks.
+        ranks: Number of ranks for which ``gathered_bytes`` is computed.
+        rows: Number of rows on each of these ranks, equal to the number of rows of the example.
+        gathered_bytes: Size in bytes of the rows that each rank holds after the gather. 0 if no rows are gathered. For a function, the
+            maximum size of a gather of its arguments: rows stay on their rank unless an operator requires the rows of all ranks.
     """
 
     evaluation: str
@@ -82,8 +82,8 @@ class Certificate:
 
     Attributes:
         verdict: ``"right"``: for ranks with equally many rows, whatever their number and the rows. ``"right for equal counts only"``: if
-            also the counts that ``reasons`` names are equal on all ranks. ``"right on this path only"``: if the branches of Python that
-            ``reasons`` names come out as on the example. ``"wrong"``: two simulated ranks gave another value or gradient
+            the counts that ``reasons`` names are also equal on all ranks. ``"right on this path only"``: if the Python branches that
+            ``reasons`` names have the same outcome as on the example. ``"wrong"``: two simulated ranks yield a different value or gradient
             than the whole example. ``"cannot tell"``: neither was shown.
         reasons: The lines that decide, unless the verdict is ``"right"``.
         limits: Lines whose outcome the verdict assumes: branches of Python on values, and targets that are not ignored.

@@ -14,7 +14,7 @@ from lightning_ddp_losses.losses.certificates.kinds import CONSTANT, Constant, C
 
 
 class Follower(Protocol):
-    """The trace, as its numbers see it."""
+    """The interface of the trace that its numbers use."""
 
     def combined(self, name: str, left: Kind, right: Kind, exponent: object) -> Kind:
         """Return the kind of a result of two numbers."""

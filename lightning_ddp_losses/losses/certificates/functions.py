@@ -1,7 +1,7 @@
-"""Functions of torch that divide by a number inside, where a trace of operators would only see the number: their kinds.
+"""Kinds of torch's functions that divide by a number internally, where a trace of operators would only contain the number.
 
-``cross_entropy`` and ``nll_loss`` divide by the number, or the weights, of the targets that count. ``kl_div`` with ``"batchmean"``
-divides by the number of rows. ``one_hot`` looks at the values only to refuse some.
+``cross_entropy`` and ``nll_loss`` divide by the number, or the weights, of the targets that are not ignored. ``kl_div`` with
+``"batchmean"`` divides by the number of rows. ``one_hot`` reads the values only to reject invalid ones.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ def blame_here(operator: str) -> Blame:
 
 
 def blame_of_error(error: BaseException, operator: str) -> Blame:
-    """Return the maker of reasons of the user's innermost line that an error came through.
+    """Return a ``Blame``, which creates reasons, for the user's innermost line in the traceback of an error.
 
     Args:
         error: The error.
-        operator: What is to blame.
+        operator: The operator to blame.
     """
     found = Blame("", 0, "", operator)
     for frame, number in traceback.walk_tb(error.__traceback__):

@@ -63,10 +63,10 @@ class KnownTensors:
         return Broken((blame("a tensor that shares the memory of rows, and that no operator returned"),))
 
     def write(self, tensor: Tensor, kind: Kind, blame: Blame) -> bool:
-        """Note a write in place. All tensors that share its memory are broken then, unless the values stay constant.
+        """Record a write in place, after which all tensors that share its memory are broken, unless the values stay constant.
 
         Returns:
-            Whether values that were there before the trace follow from rows now.
+            Whether values that existed before the trace now depend on rows.
         """
         memory = _memory_of(tensor)
         if isinstance(kind, Constant):

@@ -1,4 +1,4 @@
-"""One operator as the rules see it, and where the rows are after an operator that only moves entries."""
+"""An operator in the form that rules use, and the position of the rows after an operator that only moves entries."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Operation:
         self.blame, self.rows = blame, rows
         schema = compat.operator_schema(function)
         space, _, name = schema.name.partition("::")
-        # a library's own operator has no rule, whatever its name
+        # an operator of another library does not match a rule, whatever its name
         self.name: str = name if space == "aten" else schema.name
         self.given = {argument.name: argument.default_value for argument in schema.arguments}
         self.given |= {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs

@@ -250,7 +250,7 @@ def _loss_of_torch(op: Operation, output: Tensor) -> Kind:
 
 
 def _batched(op: Operation, output: Tensor | None = None) -> Kind:
-    """Return the kind of a layer or loss that treats each row of dimension 0 by itself."""
+    """Return the kind of a layer or loss that processes each row of dimension 0 separately."""
     (first, kind), *others = op.of_rows
     if any(not kind.is_aligned(other) or other.dim != 0 or other.is_position for _, other in others):
         return op.broken("rows against rows")

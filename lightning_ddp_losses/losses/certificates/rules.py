@@ -1,13 +1,14 @@
 """Rules for the operators of a loss: the kind of each result, from the kinds of the operands.
 
-What no rule names is ``Broken``. So a loss is a mean over rows only if each of its operators has a rule that says so.
+The result of an operator without a rule is ``Broken``. A loss is therefore a mean over rows only if this follows from rules for all of its
+operators.
 
 | operators | rule |
 |---|---|
-| pointwise | row by row, if the rows of all operands are the same. Linear ones also of sums |
+| pointwise | row by row, if the rows of all operands are the same. Linear operators also apply to sums |
 | sums, means | over the rows: a ``Sum``. Over other dimensions: row by row |
 | maxima, norms, softmax, ... | row by row over other dimensions, broken over the rows |
-| views, joins | rows at another place (`Operation.moved`) |
+| views, joins | rows in another position (`Operation.moved`) |
 | matrix products | row by row with a constant. Products that sum over the rows of both sides are a ``Sum`` |
 | lookups | a row of a table for each row, an entry of each row, rows that a mask selects |
 | losses of torch | their elements row by row, then the mean or the sum |

@@ -97,7 +97,7 @@ def is_integral(kind: Kind) -> bool:
 
 
 def _keeps_counts(op: Operation, kind: Kind) -> bool:
-    """Return whether an operator leaves a count as it is: a lower limit of 1 or less changes a count of 0 only, whose sum is 0."""
+    """Return whether an operator preserves a count: a lower limit of 1 or less changes only a count of 0, whose sum is 0."""
     is_count = isinstance(kind, Sum) and kind.is_integral and kind.scale.is_one and not kind.has_grad
     lower, upper = op.given.get("min"), op.given.get("max")
     is_limit = op.base_name in ("clamp", "clamp_min") and isinstance(lower, (int, float)) and upper is None

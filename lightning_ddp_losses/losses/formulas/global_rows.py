@@ -50,7 +50,7 @@ def global_rows(
         args: Arguments of the formula, of this rank. Tensors, also in lists, tuples and dicts, are batches along dim 0, of any counts.
             0-dim tensors are not. Rows are concatenated rank by rank, so pass views one by one: after ``torch.cat([view1, view2])`` on
             each rank, row i and row B + i are not the views of a sample.
-        batch_dims: Dimension that counts samples, by argument position or name (default 0). None marks a tensor that is no batch: it
+        batch_dims: Dimension that counts samples, by argument position or name (default 0). None marks a tensor that is not a batch: it
             must be equal on all ranks.
         name: Name in messages, equal on all ranks. If None, the name of the formula.
         group: Process group. None is the world.

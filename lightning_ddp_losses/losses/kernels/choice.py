@@ -1,10 +1,10 @@
-"""Which tiles hand-written kernels compute (``compile_tiles="auto"``): all ranks' or none's.
+"""Which tiles are computed by hand-written kernels (``compile_tiles="auto"``), either on all ranks or on none.
 
-Each rank says in the exchange that a call has anyway whether it has kernels for its rows. All ranks then know whether all have, and how
-large the call is. The first call of a kind tries the kernels on a tile of fixed size, compares their numbers with those of torch's
-operators, and the ranks exchange the outcome (``TileKernels.rehearse``). If it failed on any rank, all ranks are eager from that call on,
-and rank 0 warns. If a kernel fails later, when it is compiled for another shape, that rank computes the remaining tiles of the call
-eagerly and warns, and all ranks do from the next call.
+In the exchange that each call performs anyway, each rank sends whether it has kernels for its rows. All ranks thus receive whether all of
+them have kernels, and how large the call is. The first call of each kind tries the kernels on a tile of fixed size and compares their
+numbers with torch's operators, and the ranks exchange the outcome (``TileKernels.rehearse``). If it failed on any rank, all ranks are
+eager from that call on, and rank 0 warns. If a kernel fails later, when it is compiled for another shape, that rank computes the remaining
+tiles of the call eagerly and warns, and all ranks are eager from the next call on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_ddp_losses.errors import expect_option
 from lightning_ddp_losses.losses.tile_compiler import KernelError, Rehearsal, TileCompiler
 
 CompileTiles: TypeAlias = bool | Literal["auto"]
-"""The user's option: eager, ``torch.compile``, or kernels where they pay."""
+"""The user's option: eager, ``torch.compile``, or kernels if they are expected to be faster."""
 
 FEWEST_ENTRIES = 1 << 24
-"""Products of a rank, as the mean over ranks, from which kernels are taken: 4,096 rows against 4,096 columns.
+"""Average number of products per rank from which kernels are used: 4,096 rows against 4,096 columns.
 
-Not measured. Below it a call of one tile is bound by its launches, and to launch a kernel of Triton takes the host several times as long as
-to launch an operator.
+Not measured. Below it, a call with one tile is bound by launches, and launching a Triton kernel takes the host several times as long as
+launching an operator.
 """
 
 _KERNEL_DTYPES = (torch.float32,)
@@ -41,7 +41,7 @@ _OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
 
 @functools.cache
 def have_kernels(device: torch.device) -> bool:
-    """Return whether a device runs the kernels: an NVIDIA GPU with bfloat16, next to triton."""
+    """Return whether a device can run the kernels: an NVIDIA GPU with bfloat16, with triton installed."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     if importlib.util.find_spec("triton") is None:
@@ -50,13 +50,13 @@ def have_kernels(device: torch.device) -> bool:
 
 
 class TileKernels(TileCompiler):
-    """Computes tiles by hand-written kernels, for all calls of one loss."""
+    """Computes tiles with hand-written kernels, for all calls of one loss."""
 
     compiler = "a kernel"
     takes_masks = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with its arguments: its kernel, unless that has failed or there is none for them."""
+        """Call the kernel of a function, or the function itself if a kernel has failed or does not support the arguments."""
         if self.has_failed or not args[0].numel() or args[0].dtype == torch.float64:
             return function(*args)
         try:
@@ -71,12 +71,12 @@ class TileKernels(TileCompiler):
             return function(*args)
 
     def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
-        """Try the kernels of a kind of call at the first such call, and compare their numbers with the functions'. All ranks together.
+        """Try the kernels of a kind of call in the first such call, and compare their numbers with those of the functions. Collective.
 
         Args:
-            title: How messages name the loss.
-            kind: Dependencies of the kernels. The same on all ranks.
-            rehearsal: Calls the functions that it is given on a ``rehearsed_tile``.
+            title: Name of the loss in messages.
+            kind: Values on which the kernels depend, equal on all ranks.
+            rehearsal: Calls the functions, through the callable that it is given, on a ``rehearsed_tile``.
             group: Process group.
 
         Communication: one handshake for a new kind.
@@ -87,7 +87,7 @@ class TileKernels(TileCompiler):
         return launch_of(function)(*args)
 
     def _run_compared(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a kernel and its function, and return what the kernel gives.
+        """Run a kernel and its function, and return the result of the kernel.
 
         Raises:
             KernelError: if their numbers differ by more than rounding.
@@ -117,18 +117,18 @@ def _numbers(result: Any) -> list[Tensor]:
 
 
 def launch_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the launch that takes the place of a function of a tile, or the function if it has none."""
-    # it imports triton
+    """Return the launch that replaces a function of a tile, or the function itself if there is no kernel for it."""
+    # imported here because it imports triton
     from lightning_ddp_losses.losses.kernels.launches import LAUNCHES
 
     return LAUNCHES.get(function.__name__, function)
 
 
 def tile_compiler(title: str, option: CompileTiles) -> TileCompiler | None:
-    """Return what computes the functions of tiles, by the user's option. None: they are called as they are.
+    """Return what computes the functions of tiles according to the user's option, or None to call them directly.
 
     Raises:
-        ConfigurationError: for another option.
+        ConfigurationError: for an invalid option.
     """
     expect_option(f"{title}: compile_tiles", option, (False, True, "auto"))
     if option == "auto":
@@ -137,7 +137,7 @@ def tile_compiler(title: str, option: CompileTiles) -> TileCompiler | None:
 
 
 def option_of(compiler: TileCompiler | None) -> CompileTiles:
-    """Return the user's option that gave a compiler."""
+    """Return the user's option that corresponds to a compiler."""
     if compiler is None:
         return False
     return "auto" if isinstance(compiler, TileKernels) else True
@@ -151,12 +151,12 @@ def serves(compiler: TileCompiler | None, dtype: torch.dtype, device: torch.devi
 
 
 def chosen(compiler: TileCompiler | None, all_serve: bool, entries: int) -> TileCompiler | None:
-    """Return what computes the tiles of a call. The same on all ranks.
+    """Return what computes the tiles of a call, equal on all ranks.
 
     Args:
         compiler: From ``tile_compiler``.
-        all_serve: Whether kernels of all ranks serve the call.
-        entries: Products of a rank, as the mean over ranks.
+        all_serve: Whether all ranks have kernels for the call.
+        entries: Average number of products per rank.
     """
     if not isinstance(compiler, TileKernels):
         return compiler

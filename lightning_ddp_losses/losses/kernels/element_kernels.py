@@ -1,12 +1,12 @@
-"""What stands between the products of a tile, each in one pass over memory: kernels in Triton.
+"""Triton kernels for the operations between the products of a tile, each in one pass over memory.
 
-A program computes a block of a tile. Sums and maxima of rows and columns are partial results of the blocks, each at a place of its own,
-which are joined afterwards in their order: no atomic operation, so that every run gives the same numbers. All is computed in float32.
+Each program computes a block of a tile. Sums and maxima of rows and columns are partial results of the blocks, stored at separate positions
+and joined afterwards in order, without atomic operations, so that every run yields the same numbers. All computations are in float32.
 Offsets have 64 bits, since a tile may have more than 2^31 entries. An argument that is None is left out when the kernel is compiled.
 
-This file needs triton, so it is imported only where that is installed (``launches``).
+This file requires triton, so it is imported only if triton is installed (``launches``).
 
-Arguments that several kernels have:
+Arguments that several kernels share:
 
 | argument | what |
 |---|---|
@@ -127,7 +127,7 @@ def _log1p(small):
     return 2.0 * ratio * (series * square + 1.0)
 
 
-# the arguments of kernels stand in rows by what they are about
+# the arguments of kernels are grouped by topic, one group per line
 # fmt: off
 
 
@@ -146,7 +146,7 @@ def siglip_kernel(
     logits = logits + tl.load(bias).to(tl.float32)
     is_own = _are_own(own, None, None, row, column, row_inside)
     opposed = tl.where(is_own, -logits, logits)
-    # of the smaller of exp(x) and exp(-x), which does not overflow
+    # use the smaller one of exp(x) and exp(-x), which does not overflow
     small = tl.exp(-tl.abs(opposed))
     losses = tl.where(opposed > 0, opposed, 0.0) + _log1p(small)
     place = column_block * rows + row
@@ -174,8 +174,9 @@ def softmax_stats_kernel(
 ):
     """Compute the maximum of rows and columns and the sum of exponentials relative to it, (Q, T) and (P, text_count).
 
-    ``OWN``: ``"lowest"``, own entries do not count. ``"put"``, they are ``values``. ``"take"``, they are stored there. With labels also the
-    sum of the positives relative to the maximum, and their number, (Q, T). ``KEEPS``: logits overwrite the products.
+    ``OWN``: with ``"lowest"``, own entries are excluded. With ``"put"``, they are replaced by ``values``. With ``"take"``, they are stored
+    in ``values``. If there are labels, also compute the sum of the positives relative to the maximum, and their number, (Q, T). If
+    ``KEEPS``, logits overwrite the products.
     """
     row_block, column_block, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     at = row[:, None] * row_stride + column[None, :] * column_stride
@@ -219,11 +220,11 @@ def softmax_terms_kernel(
     OWN: tl.constexpr = "none", SIGN: tl.constexpr = 1, TERMS: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
 ):
-    """Compute the softmax of the rows, plus that of the columns, times factors ``grad_of_rows`` and ``grad_of_columns``.
+    """Compute the softmax of the rows plus the softmax of the columns, times factors ``grad_of_rows`` and ``grad_of_columns``.
 
-    ``row_lse``, ``column_lse``: log-sum-exps of rows and columns, times ``SIGN``. ``OWN``: ``"put"``, own entries of the gradient are
-    ``values``. ``"zero"``, they are 0. ``"subtract"``, they are less by 1. With labels the positives are less by ``row_shares +
-    column_shares``.
+    ``row_lse``, ``column_lse``: log-sum-exps of rows and columns, times ``SIGN``. ``OWN``: with ``"put"``, own entries of the gradient are
+    ``values``. With ``"zero"``, they are 0. With ``"subtract"``, 1 is subtracted. If there are labels, ``row_shares + column_shares`` is
+    subtracted from the positives.
     """
     _, _, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     at = row[:, None] * row_stride + column[None, :] * column_stride

@@ -1,7 +1,7 @@
-"""Functions of tiles that launch a kernel in place of many operators: arguments and results are those of the function with the name.
+"""Functions of tiles that launch a kernel instead of many operators, with the arguments and results of the function of the same name.
 
-A kernel writes only after all memory that the function returns is there. If it cannot be compiled or launched, nothing was written, and
-the function with the name can still be called (``KernelError``). What is launched after a kernel are torch's own operators.
+A kernel writes only after all memory that the function returns has been allocated. If it cannot be compiled or launched, nothing was
+written, and the function of the same name can still be called (``KernelError``). After a kernel, only operators of torch are launched.
 
 Legend: ``T`` rows and ``C`` columns of a tile, ``k`` blocks of rows or of columns.
 """
@@ -88,7 +88,7 @@ def _launch(kernel: Any, products: Tensor, *given: Arguments, **further: Any) ->
     place = torch.cuda.device(products.device) if products.is_cuda else contextlib.nullcontext()
     try:
         with place:
-            # multiplications and additions stay apart, as they are in eager: the default of releases differs
+            # multiplications and additions are not fused, as in eager mode (defaults differ between releases)
             launched = kernel[grid]
             launched(products, rows, columns, *products.stride(), **arguments, num_warps=_WARPS, enable_fp_fusion=False)
     except Exception as error:
@@ -188,7 +188,7 @@ def supcon_rows(matrix: Tensor, keys: Any) -> tuple[Tensor, ...]:
 
 
 def supcon_grad(matrix: Tensor, keys: Any, softmaxes: Any, shares: Any) -> Tensor:
-    """Launch ``tile_functions.supcon_grad``. The matrix stays as it is: some distances need it beside its gradient."""
+    """Launch ``tile_functions.supcon_grad``. The matrix is not overwritten, because some distances need it in addition to its gradient."""
     grad = torch.empty_like(matrix, memory_format=torch.contiguous_format)
     of_softmaxes = dict(zip(("row_lse", "column_lse"), softmaxes, strict=False))
     of_shares = dict(zip(("row_shares", "column_shares"), shares, strict=False))

@@ -1,8 +1,7 @@
-"""`MaxSimLoss`: rank each query's document above those of all ranks, where texts are sets of vectors (late interaction).
+"""`MaxSimLoss`: rank each query's document above the documents of all ranks, where texts are sets of vectors (late interaction).
 
-The score of a query and a document is a sum over the query's vectors: each one's product with the vector of the document that is closest
-to it. Only vectors that count travel, and scores are made in tiles of documents that backward makes anew, so no rank holds the products of
-all vectors.
+The score of a query and a document is a sum over the query's vectors of the product with the closest vector of the document. Only unmasked
+vectors are sent, and scores are computed in tiles of documents that backward recomputes, so no rank holds the products of all vectors.
 
 Legend: ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``T`` vectors of a text, ``D`` their size.
 """
@@ -30,17 +29,17 @@ from lightning_ddp_losses.losses.partial_sums import global_mean
 Score = Callable[..., Tensor]
 """``score(queries, documents, queries_mask=..., documents_mask=...)``: (B, T, D) and (g, n, t, D) -> (B, g * n)."""
 
-TILE_ELEMENTS = 2**21  # products of vectors in one tile, at most
+TILE_ELEMENTS = 2**21  # maximum number of products of vectors in one tile
 
 
 def max_sim(queries: Tensor, documents: Tensor, *, queries_mask: Tensor, documents_mask: Tensor) -> Tensor:
-    """Return how well each document answers each query: the sum over a query's vectors of the largest product with one of the document.
+    """Return scores of documents for queries: the sum over a query's vectors of the largest product with a vector of the document.
 
     Args:
         queries: (B, T, D).
         documents: (g, n, t, D).
-        queries_mask: (B, T) bool, True for a vector that counts.
-        documents_mask: (g, n, t) bool, with one or more that count in each document.
+        queries_mask: (B, T) bool, True for valid vectors.
+        documents_mask: (g, n, t) bool, with at least one valid vector in each document.
 
     Returns:
         (B, g * n).
@@ -56,30 +55,30 @@ class MaxSimLoss(WithProcessGroup, nn.Module):
     """Rank the document of each query above the documents of all ranks, by late interaction (ColBERT).
 
     Equivalent to: ``cross_entropy(scale * scores, arange(G))`` in one process, with ``scores[i, j] = sum_t max_u q[i, t] @ d[j, u]`` over
-    the vectors that count. Further negatives are further columns of ``scores``.
+    the unmasked vectors. Further negatives are further columns of ``scores``.
 
     Args:
         scale: Factor of the scores, above 0.
-        similarity: Another score, which gets all documents at once, and may be one of sentence-transformers:
+        similarity: A different score, which is called with all documents together. It may be a score from sentence-transformers:
             ``similarity(queries, documents, queries_mask=..., documents_mask=...)`` with (B, T, D), (G, n, t, D) and their masks ->
-            (B, G * n), a row for each query by itself. None: the sum of the largest products, in tiles.
+            (B, G * n), where each query's row is independent of other queries. If None, the sum of the largest products, in tiles.
         name: Name in messages, equal on all ranks.
         group: Process group. None is the world.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank.
 
-    Gradient: after DDP's mean over ranks that of one process, for any numbers of rows and vectors per rank.
+    Gradient: after DDP's mean over ranks, the one-process gradient, for any numbers of rows and vectors per rank.
 
     Communication:
-        Forward two handshakes, and one gather of the documents' vectors that count. The host waits for an accelerator. In backward one
-        exchange of them.
+        In forward two handshakes, and one gather of the documents' unmasked vectors. The host waits for an accelerator. In backward one
+        exchange of their gradients.
 
     Raises:
         ConfigurationError: for a ``scale`` that is not above 0.
-        InputError: on every rank, for other shapes or masks, lengths beyond the vectors, a document without one, and another number of
-            documents than queries on a rank.
-        RankMismatchError: on every rank, for other columns, sizes, dtypes or options on some ranks.
+        InputError: on every rank, for invalid shapes or masks, lengths above the number of vectors, a document without vectors, and
+            different numbers of documents and queries on a rank.
+        RankMismatchError: on every rank, if columns, sizes, dtypes or options differ between ranks.
 
     Source: Khattab and Zaharia 2020, arXiv:2004.12832, equation 3.
 
@@ -117,9 +116,9 @@ class MaxSimLoss(WithProcessGroup, nn.Module):
 
         Args:
             queries: (B, T, D). B may differ per rank.
-            documents: (B, t, D), the document of each query. Or a list of such columns, of any t: the documents, then further negatives.
-            queries_mask: (B, T) bool, which vectors count, in any places, or (B,) lengths. None: all.
-            documents_mask: The same of the documents, one for each column.
+            documents: (B, t, D), the document of each query. Or a list of such columns with any t: the documents, then further negatives.
+            queries_mask: (B, T) bool, True for valid vectors in any positions, or (B,) lengths. If None, all vectors are valid.
+            documents_mask: The mask or lengths of the documents. If there are several columns, a list with one for each column.
         """
         title = type(self).__name__
         with handshake.raising_on_all_ranks(title, group=self._group):
@@ -166,8 +165,8 @@ def ranking_of_all_ranks(
 
     Args:
         title: Name of the loss in messages.
-        queries: (B, T, D) and the mask of what counts.
-        columns: The same of the documents, and of further negatives.
+        queries: (B, T, D) and the mask of valid vectors.
+        columns: Vectors and masks of the documents and of further negatives.
         score: Score of queries and documents.
         scale: Factor of the scores.
         is_tiled: True if the score of a document does not depend on the other documents.
@@ -180,7 +179,7 @@ def ranking_of_all_ranks(
     own, mask = queries
     dtype = precision.compute_dtype([own, *(column for column, _ in columns)])
     with precision.without_autocast({own.device.type}):
-        # 1. the documents of all ranks, without what fills up
+        # 1. the documents of all ranks, without padding
         own, counts = own.to(dtype), checked_mask(f"{title}: queries", own, mask)
         documents, start = _gather_columns(title, columns, dtype, len(own), must_match, group)
         # 2. the scores of this rank's queries
@@ -195,7 +194,7 @@ def ranking_of_all_ranks(
             stacked, stacked_counts = _stacked(documents)
             scores = score(own, stacked, queries_mask=counts, documents_mask=stacked_counts)
             total = cross_entropy(scores.to(dtype) * scale, places * len(documents), reduction="sum")
-        # 3. the mean over those of all ranks
+        # 3. the mean over the queries of all ranks
         with outside_window():
             value = global_mean(total, len(own), name=title, group=group, module=module)
     name_value(value, title)
@@ -210,7 +209,7 @@ def _gather_columns(
     must_match: Mapping[str, object],
     group: Group,
 ) -> tuple[list[RaggedRows], int]:
-    """Return the documents of all ranks by column, and the place of the first one of this rank.
+    """Return the documents of all ranks by column, and the index of this rank's first document.
 
     Communication: one handshake, one gather.
     """
@@ -236,9 +235,9 @@ def _gather_columns(
 
 
 class _ScoresInTiles(torch.autograd.Function):
-    """Scores of queries and documents, (B, M), a tile of documents at a time. Backward makes the products of a tile anew.
+    """Scores of queries and documents, (B, M), one tile of documents at a time. Backward recomputes the products of each tile.
 
-    What stays is allocated before the first tile, so that the freed memory of tiles can be used again.
+    Results are allocated before the first tile, so that the freed memory of tiles can be reused.
     """
 
     @staticmethod
@@ -270,12 +269,12 @@ class _ScoresInTiles(torch.autograd.Function):
 
 
 def _tile_size(queries: Tensor) -> int:
-    """Return how many vectors of documents a tile has, at most."""
+    """Return the maximum number of document vectors in a tile."""
     return max(TILE_ELEMENTS // max(queries.shape[:2].numel(), 1), 1)
 
 
 def _stacked(documents: Sequence[RaggedRows]) -> tuple[Tensor, Tensor]:
-    """Return all documents, padded to the longest, (G, columns, T, D), and the mask of what counts."""
+    """Return all documents, padded to the longest one, (G, columns, T, D), and the mask of valid vectors."""
     tokens = torch.cat([column.tokens for column in documents])
     lengths = [length for column in documents for length in column.lengths]
     padded, counts = pad(tokens, lengths)

@@ -1,4 +1,4 @@
-"""Texts of different lengths: the vectors of their tokens one after the other, without those that only fill up."""
+"""Texts of different lengths: the concatenated vectors of their tokens, without padding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
 
     Attributes:
         rows: Their places among all rows.
-        places: The places of their vectors among those of all rows.
+        places: Positions of their vectors among the vectors of all rows.
         padded: (n, 1, T, D).
         counts: (n, 1, T), what counts.
     """

@@ -1,6 +1,6 @@
-"""What is decided once for many calls of a loss: by its class and options (``LossPlan``), and by the signature of a call (``CallPlan``).
+"""Rules that are determined once for many calls: by a loss's class and options (``LossPlan``), or by a call's signature (``CallPlan``).
 
-A plan holds rules, not outcomes. Counts of rows, and the dtypes of other ranks' rows, are known only after the ranks have met.
+A plan contains rules, not results. Numbers of rows, and the dtypes of other ranks' rows, are only available after the handshake.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightning_ddp_losses.losses.tiled import TiledPlan, tiled_plan
 
 
 def exact_modes(loss: nn.Module, backward: str) -> tuple[Mode, ...]:
-    """Return the modes that are exact for a loss as it is configured now, cheapest first."""
-    if backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
+    """Return the modes that are exact for a loss in its current configuration, cheapest first."""
+    if backward == "sum":  # if ranks use different factors, splitting the loss into shares is not exact
         return ("replicated",)
     labelled = labelled_loss(loss)
     allowed = pml_registry.allowed_modes(labelled)
@@ -42,20 +42,20 @@ class LossPlan:
 
     Attributes:
         modes: The modes that are exact, cheapest first.
-        is_pml: True if it is called as the losses of pytorch-metric-learning are.
+        is_pml: True if it is called like the losses of pytorch-metric-learning.
         facts: Facts of its class.
-        inner_facts: Facts of the class of the loss that compares rows by labels: the one inside a loss of two views.
-        arguments: What its arguments may be.
-        takes_views: True if it takes two views without labels, which the loss inside it compares.
+        inner_facts: Facts of the class of the loss that compares rows by labels, which for a loss of two views is the wrapped loss.
+        arguments: Rules for its arguments.
+        takes_views: True if it takes two views without labels, which its wrapped loss compares.
         stacks_views: True if both views are compared as one batch.
-        tiles: Evaluation in tiles. None: it has none.
-        num_classes: Number of classes that labels are checked against. None: they are not.
-        splits_pairs: True if the pairs that a miner names may be divided among the ranks.
+        tiles: Evaluation in tiles. None if it cannot be evaluated in tiles.
+        num_classes: Number of classes against which labels are checked. If None, they are not checked.
+        splits_pairs: True if the pairs that a miner selects may be divided among the ranks.
         draws: True if it may draw random numbers.
         records: True if its reducers record numbers of elements, which are then sent through the hosts.
-        is_torchs: True if it is one of torch's own, whose buffers are options: class weights.
+        is_torchs: True if it is a loss of torch, whose buffers (class weights) are options.
         configuration: Its options, which ranks compare.
-        unread: Paths of its attributes that cannot be read. Ranks compare them only by the value of the loss, in ``replicated``.
+        unread: Paths of its attributes that cannot be read. Ranks compare them only through the value of the loss, in ``replicated``.
     """
 
     modes: tuple[Mode, ...]
@@ -76,7 +76,7 @@ class LossPlan:
 
     @classmethod
     def of(cls, loss: nn.Module, backward: str, configuration: str, unread: tuple[str, ...]) -> LossPlan:
-        """Make the plan of a loss as it is configured now."""
+        """Return the plan of a loss in its current configuration."""
         labelled, facts, is_pml = labelled_loss(loss), facts_of(loss), is_pml_loss(loss)
         return cls(
             modes=exact_modes(loss, backward),
@@ -88,7 +88,7 @@ class LossPlan:
             stacks_views=pml_registry.stacks_views(loss),
             tiles=tiled_plan(labelled) if is_pml else None,
             num_classes=inputs.classes_of(loss),
-            # per anchor, PML counts a pair that a miner names twice once
+            # when averaging per anchor, PML counts a pair once even if a miner selects it twice
             splits_pairs=is_pml and not pml_registry.has_per_anchor(getattr(labelled, "reducer", None)),
             draws=pml_registry.may_draw(labelled),
             records=pml_registry.collects_counts(labelled),
@@ -120,15 +120,15 @@ class CallPlan:
     """Rules for the calls of one loss with one signature.
 
     Attributes:
-        mode: The evaluation, if there are enough rows for it.
+        mode: The evaluation to use if there are enough rows.
         names: Names of the arguments of a loss of pytorch-metric-learning, in order.
         precision: How the loss computes in full precision.
-        narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
+        narrow_dtype: bfloat16 or float16 if all rows have this dtype. They are then sent in it.
         products: Form of the products of rows.
-        num_classes: Number of classes that labels are checked against. None: they are not.
-        has_label_rows: True if labels have several columns. Whether they are one-hot rows depends on their values.
-        layout: Layout of the rows that are gathered. None: no call has gathered yet.
-        sums: What must match where sums are exchanged. None: no call has exchanged them yet.
+        num_classes: Number of classes against which labels are checked. If None, they are not checked.
+        has_label_rows: True if labels are 2-dim, in which case their values determine whether they are one-hot rows.
+        layout: Layout of the gathered rows. None until a call has gathered.
+        sums: Values that must match when sums are exchanged. None until a call has exchanged sums.
     """
 
     mode: Mode
@@ -147,13 +147,13 @@ class MinerPlan:
     """Rules for the calls of one miner with one signature.
 
     Attributes:
-        arguments: What its arguments may be.
+        arguments: Rules for its arguments.
         names: Names of the arguments, in order.
         facts: Facts of its class.
         precision: How the miner computes in full precision.
-        narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
-        has_label_rows: True if labels have several columns.
-        layout: Layout of the rows that are gathered. None: no call has gathered yet.
+        narrow_dtype: bfloat16 or float16 if all rows have this dtype. They are then sent in it.
+        has_label_rows: True if labels are 2-dim.
+        layout: Layout of the gathered rows. None until a call has gathered.
     """
 
     arguments: ArgumentRules
@@ -168,7 +168,7 @@ class MinerPlan:
 class LossPlans:
     """The plans of a loss: one for all of its calls, and one for each signature of a call.
 
-    They are made anew when something that they follow from has changed. A copy or a pickle has none.
+    They are created again when something that they depend on has changed. Copies and pickles do not contain plans.
     """
 
     def __init__(self) -> None:
@@ -178,18 +178,18 @@ class LossPlans:
         self._source: tuple[Any, ...] = ()
 
     def current(self, loss: nn.Module, backward: str, *others: object) -> LossPlan:
-        """Return the plan of the next call. It is the same object as long as nothing has changed.
+        """Return the plan of the next call, which is the same object until something changes.
 
         Args:
             loss: The loss.
             backward: Option ``backward`` of ``GlobalBatchLoss``.
-            others: Further values that plans of calls follow from.
+            others: Further values on which plans of calls depend.
         """
         configuration = self.configuration.read(loss)
         source = (self.configuration.changes, pml_registry.registrations(), backward, others)
         if self._plan is None or source != self._source:
             plan = LossPlan.of(loss, backward, configuration, self.configuration.unread)
-            # an option that no rule follows from leaves the plans of calls
+            # plans of calls remain valid if the changed option does not affect any rule
             if plan != self._plan or source[1:] != self._source[1:]:
                 self.of_calls.clear()
             self._plan, self._source = plan, source

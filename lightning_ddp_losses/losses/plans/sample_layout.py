@@ -1,8 +1,8 @@
-"""Where the samples of a loss's arguments are: in which dimension, and how often, where rows are the views of a batch one after another.
+"""The layout of samples in a loss's arguments: the dimension of the samples, and the number of views if rows are consecutive views.
 
-The rows of all ranks are gathered rank by rank. A loss that pairs rows by their place (row ``i`` with row ``B + i``, as after
-``torch.cat([view1, view2])``) would pair others after that: rows of a rank's first view with its own second view, and not with those of the
-place. So such rows are gathered as (B, views, ...), a sample with its views, and are laid out as views times batch again.
+The rows of all ranks are gathered rank by rank. A loss that pairs rows by index (row ``i`` with row ``B + i``, as after
+``torch.cat([view1, view2])``) would then pair the wrong rows, because the views of each rank are consecutive instead of the views of the
+global batch. Such rows are therefore gathered as (B, views, ...), each sample with its views, and then rearranged as views times batch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class SampleLayout(NamedTuple):
     """The layout of each argument.
 
     Attributes:
-        batch_dims: Dimension that counts samples (default 0). None: no batch.
-        views: Number of views of each sample, whose rows are one view after another (default 1).
-        first_views: The same for the first argument of a call. None: it is among ``views``, if it has any.
-        counting: Arguments that have one row for each sample, in any form. Other losses have labels for that.
+        batch_dims: Dimension of the samples (default 0). None marks an argument that is not a batch.
+        views: Number of views of each sample, where rows are consecutive views (default 1).
+        first_views: Number of views of the first argument of a call. If None, ``views`` applies to it.
+        counting: Arguments of any kind that have one row per sample. For other losses, labels serve this purpose.
     """
 
     batch_dims: Mapping[Argument, int | None] = {}
@@ -45,12 +45,12 @@ class SampleLayout(NamedTuple):
         views: int | Mapping[Argument, int] | None,
         title: str,
     ) -> SampleLayout:
-        """Return the layout that the user gives, next to what is known of lightly's losses.
+        """Return the layout that the user specifies, combined with the known layout of lightly's losses.
 
         Args:
             loss: The loss.
             batch_dims: As the attribute.
-            views: As the attribute. A number is that of the first argument.
+            views: As the attribute. A number applies to the first argument.
             title: Name of the loss in errors.
 
         Raises:
@@ -77,14 +77,14 @@ class SampleLayout(NamedTuple):
         )
 
     def of_call(self, values: Mapping[Argument, Any], title: str) -> SampleLayout:
-        """Return the layout of a call's arguments, by which each has its own number of views.
+        """Return the layout of a call's arguments, with the number of views of each argument.
 
         Args:
             values: Arguments by position and name, in order.
             title: Name of the loss in errors.
 
         Raises:
-            InputError: if the call lacks an argument that has views.
+            InputError: if an argument with views is missing in the call.
         """
         views = dict(self.views)
         for name in views:
@@ -100,7 +100,7 @@ class SampleLayout(NamedTuple):
         return any(number > 1 for number in (self.first_views or 1, *self.views.values()))
 
     def refuse_views(self, title: str) -> None:
-        """Refuse views in a call whose rows stay on their rank: the rows of all ranks are then rank by rank.
+        """Reject views in a call whose rows stay on their rank, because the global rows are then ordered rank by rank.
 
         Raises:
             ConfigurationError: if an argument has several views.
@@ -118,7 +118,7 @@ class SampleLayout(NamedTuple):
         """Return a tensor with its samples along dim 0, and their views along dim 1 if there are several.
 
         Raises:
-            InputError: for rows that the views do not divide.
+            InputError: if the number of rows is not divisible by the number of views.
         """
         batch = tensor.movedim(self.batch_dims.get(name) or 0, 0)
         views = self.views.get(name, 1)
@@ -130,14 +130,14 @@ class SampleLayout(NamedTuple):
         return batch.reshape(views, rows // views, *batch.shape[1:]).movedim(1, 0)
 
     def as_given(self, name: Argument, samples: Tensor) -> Tensor:
-        """Return a tensor of ``samples_first`` in the layout of the argument."""
+        """Convert a result of ``samples_first`` back to the layout of the argument."""
         rows = samples
         if self.views.get(name, 1) > 1:
             rows = samples.movedim(0, 1).flatten(0, 1)
         return rows.movedim(0, self.batch_dims.get(name) or 0)
 
     def refuse_unnamed_views(self, values: Mapping[Argument, Any], counts: Mapping[str, list[int]], title: str) -> None:
-        """Refuse rows that seem to be views of the samples, where nothing says what they are: the first argument's, next to labels.
+        """Reject rows of the first argument that appear to be undeclared views, judged by the number of labels.
 
         Args:
             values: Arguments of the call on this rank.
@@ -145,7 +145,7 @@ class SampleLayout(NamedTuple):
             title: Name of the loss in errors.
 
         Raises:
-            InputError: on every rank, which all have the same counts.
+            InputError: on every rank, since all ranks have the same counts.
         """
         first, *others = values
         if self._is_given(first) or str(first) not in counts or len(counts[str(first)]) == 1:
@@ -176,7 +176,7 @@ def _are_labels(value: Any) -> bool:
 
 
 def _common_multiple(rows: list[int], samples: list[int]) -> int | None:
-    """Return how many rows there are for each sample, if that is the same whole number above 1 on all ranks that have any."""
+    """Return the number of rows per sample, if it is the same integer above 1 on all ranks with rows or samples."""
     found = set()
     for of_rank, labels in zip(rows, samples, strict=True):
         if of_rank or labels:
@@ -186,12 +186,12 @@ def _common_multiple(rows: list[int], samples: list[int]) -> int | None:
 
 
 def _of_lightly(loss: nn.Module) -> SampleLayout:
-    """Return what the classes of lightly (1.6) want. It is empty for any other loss."""
+    """Return the layout that the classes of lightly (1.6) expect, which is empty for any other loss."""
     name = name_in_lightly(loss)
     if name in ("LeJEPALoss", "VISRegLoss"):  # (views, B, D)
         return SampleLayout({"local_proj": 1, "global_proj": 1})
     if name == "WMSELoss":  # (views * B, D)
         return SampleLayout(first_views=int(loss.num_samples))  # type: ignore[arg-type]
-    if name in ("MSNLoss", "PMSNLoss", "PMSNCustomLoss"):  # (views * B, D), (B, D), and prototypes that all ranks have
+    if name in ("MSNLoss", "PMSNLoss", "PMSNCustomLoss"):  # (views * B, D), (B, D), and prototypes equal on all ranks
         return SampleLayout({2: None, "prototypes": None}, counting=(1, "targets"))
     return SampleLayout()

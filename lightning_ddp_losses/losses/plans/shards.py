@@ -26,10 +26,11 @@ class ShardPlan:
 
     Attributes:
         form: How rows and weight rows are multiplied.
-        given_dtype: bfloat16 or float16 if the embeddings have it. They travel in it. None: they travel in the dtype of the computation.
-        is_full: The call computes in its dtype already: no context has to be entered, and nothing cast.
-        trained: True if the loss has a parameter that needs a gradient, and a graph is recorded.
-        layout: Layout of the rows that are gathered, with what must be equal on all ranks.
+        given_dtype: bfloat16 or float16 if the embeddings have this dtype, in which they are then sent. If None, they are sent in the dtype
+            of the computation.
+        is_full: True if the call already computes in its dtype, without entering a context or casting.
+        trained: True if the loss has a parameter that requires a gradient, and a graph is recorded.
+        layout: Layout of the gathered rows, with values that must be equal on all ranks.
     """
 
     form: ProductForm
@@ -76,7 +77,7 @@ class ShardPlan:
             and not precision.narrow_buffers(precision.modules_of(module), dtype)
         )
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
-        # the rows as they are gathered
+        # the rows in the form in which they are gathered
         rows = {"embeddings": embeddings.detach()[:0].to(dtype), "labels": labels.detach()[:0].to(torch.int64)}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             rows[NAMED] = rows["labels"]

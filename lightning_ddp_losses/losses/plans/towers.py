@@ -1,4 +1,4 @@
-"""The plan of a two-tower loss's call, and what it refuses: rules that follow from kinds of arguments, parameters and options alone.
+"""The plan of a two-tower loss's call and its checks: rules that depend only on the kinds of arguments, parameters and options.
 
 Legend: ``B`` rows on this rank, ``D`` embedding size.
 """
@@ -30,24 +30,24 @@ from lightning_ddp_losses.losses.products import (
 _HOST_TILE_BYTES = 2 << 20
 
 PAIRED = "products with their own text"
-"""Name of these numbers in the gather."""
+"""Name of these products in the gather."""
 
 Number = Tensor | float | None
 
-# own parameters that the caller may give instead, and the option that makes them
+# parameters of the loss that the caller may pass instead, and the option that creates them
 _OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
-# our arguments at a position that another library's losses use for a number
+# our arguments at positions where losses of other libraries expect a number
 _PLACES_OF_NUMBERS = {"extra_texts": "logit_scale", "queue": "logit_bias"}
 
 
 class TowerRows(NamedTuple):
-    """The rows of a call on this rank, as the caller gave them.
+    """The rows of a call on this rank, as passed by the caller.
 
     Attributes:
         images: (B, D), the first tower.
         texts: (B, D), the second tower.
-        extra: (m, D), further negatives. None: there are none.
-        queue: (q, D), negatives that every rank holds. None: there are none.
+        extra: (m, D), further negatives. None if there are none.
+        queue: (q, D), negatives that every rank holds. None if there are none.
     """
 
     images: Tensor
@@ -56,7 +56,7 @@ class TowerRows(NamedTuple):
     queue: Tensor | None
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return those that are given, by the names of the arguments."""
+        """Return the tensors that are not None, by the names of the arguments."""
         named = {"images": self.images, "texts": self.texts, "extra_texts": self.extra, "queue": self.queue}
         return {name: rows for name, rows in named.items() if rows is not None}
 
@@ -68,14 +68,15 @@ class TowerPlan:
     Attributes:
         dtype: Dtype of the computation.
         form: How rows are multiplied, if all ranks have rows of the same kind.
-        normalize: Rows are divided by their lengths.
-        tile_bytes: Most bytes of products at a time.
-        kernel_tile_bytes: The same for tiles that kernels compute.
-        in_ring: The second tower goes round a ring.
-        is_full: The call computes in ``dtype`` already: no context has to be entered, and no number cast.
-        flags: Whether this rank trains anything, and the second tower, and whether it multiplies in bf16. The ranks exchange them.
-        unreached: Names of trainable parameters that backward does not reach, since the caller gives numbers in their place.
-        layout: Layout of the second tower's gather, with what must be equal on all ranks.
+        normalize: True if rows are divided by their lengths.
+        tile_bytes: Maximum size in bytes of the products at a time.
+        kernel_tile_bytes: Maximum size in bytes for tiles that kernels compute.
+        in_ring: True if the second tower is sent around a ring.
+        is_full: True if the call already computes in ``dtype``, without entering a context or casting numbers.
+        flags: Whether this rank trains anything, whether it trains the second tower, and whether it multiplies in bf16. The ranks exchange
+            the flags.
+        unreached: Names of trainable parameters that backward does not reach, such as those that the caller's numbers replace.
+        layout: Layout of the second tower's gather, with values that must be equal on all ranks.
         sums: The exchange of the loss's sums.
     """
 
@@ -93,22 +94,22 @@ class TowerPlan:
 
     @classmethod
     def of(cls, module: Any, rows: TowerRows, numbers: Mapping[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
-        """Make the plan of a call whose arguments are checked.
+        """Return the plan of a call whose arguments have been checked.
 
         Args:
             module: The loss.
             rows: Rows of this rank.
-            numbers: The caller's numbers in place of the loss's own parameters, by their names.
-            parameters: Those of the loss.
+            numbers: Numbers of the caller that replace the loss's parameters, by name.
+            parameters: Parameters of the loss.
 
         Raises:
-            ConfigurationError: for products that the device does not have.
+            ConfigurationError: for a form of products that the device does not support.
         """
         given = rows.by_name()
         form = choose_form(type(module).__name__, module.products, list(given.values()))
         of_caller = [number_as_tensor(number, rows.images) for number in numbers.values()]
         given_numbers = [number for number in of_caller if number is not None]
-        # parameters of float64 make all of it float64
+        # with float64 parameters, the whole computation is float64
         dtype = precision.compute_dtype([*parameters, *given.values(), *given_numbers])
         if dtype == torch.float64:
             form = "float32"
@@ -158,19 +159,19 @@ class TowerPlan:
         )
 
     def operand(self, rows: Tensor, form: ProductForm) -> Operand:
-        """Prepare rows for products of a form."""
+        """Return rows in the given form for products."""
         if form != "bf16":
             rows = rows.to(self.dtype)
         return Operand.prepare(rows, form, normalize=self.normalize)
 
     def as_sent(self, rows: Tensor) -> Tensor:
-        """Return rows, without graph, as they travel: narrow ones unchanged, others in the dtype of the computation."""
+        """Return rows in the form in which they are sent, without a graph: narrow dtypes unchanged, others in the computation's dtype."""
         rows = rows.detach()
         return rows if rows.dtype in NARROW_DTYPES else rows.to(self.dtype)
 
 
 def _layout_of(module: Any, rows: TowerRows, dtype: torch.dtype, must_match: Mapping[str, object]) -> BatchLayout:
-    """Return the layout of the gather: rows travel in the dtype of the computation, as far as it knows."""
+    """Return the layout of the gather, which assumes that rows are sent in the dtype of the computation."""
     tensors = {"texts": rows.texts.detach()[:0].to(dtype)}
     if rows.extra is not None:
         tensors["extra_texts"] = rows.extra.detach()[:0].to(dtype)
@@ -190,7 +191,7 @@ def kind_of_number(number: Number) -> Any:
 
 
 def check_rows(title: str, rows: TowerRows, numbers: Mapping[str, Number], parameters: Sequence[Tensor]) -> None:
-    """Refuse towers that do not fit together, or lie on another device than the loss.
+    """Reject towers that do not fit together, or are on a different device than the loss.
 
     Raises:
         InputError: naming the argument.
@@ -218,7 +219,7 @@ def check_rows(title: str, rows: TowerRows, numbers: Mapping[str, Number], param
 
 
 def check_pairs(title: str, rows: TowerRows) -> None:
-    """Refuse towers of different numbers of rows.
+    """Reject towers with different numbers of rows.
 
     Raises:
         InputError: naming both numbers.
@@ -233,13 +234,13 @@ def check_pairs(title: str, rows: TowerRows) -> None:
 
 
 def check_number(title: str, name: str, number: Number, own: Tensor | None) -> None:
-    """Refuse what is no number, or a missing one.
+    """Reject a value that is not a number, or a missing number.
 
     Args:
         title: Name of the loss in messages.
         name: Name of the number.
-        number: The caller's, in place of the loss's own. None: the loss's own counts.
-        own: Parameter of the loss. None: it has none.
+        number: The caller's number, which replaces the loss's parameter. If None, the loss's parameter is used.
+        own: Parameter of the loss. None if the loss does not have it.
 
     Raises:
         InputError: naming the number.
@@ -257,7 +258,7 @@ def check_number(title: str, name: str, number: Number, own: Tensor | None) -> N
 
 
 def number_as_tensor(number: Number, images: Tensor) -> Tensor | None:
-    """Return a number of the caller as a 0-dim tensor on the device of the rows. None: the loss's own counts."""
+    """Return a number of the caller as a 0-dim tensor on the device of the rows, or None to use the loss's parameter."""
     if number is None:
         return None
     if isinstance(number, Tensor):

@@ -7,8 +7,8 @@
 | ``tile_functions`` | their formulas: one pure function per loss and direction; compiled (``compile_tiles=True``) |
 | ``tiles`` | distances of a tile's rows and columns with their gradient, masks of its positives and negatives |
 
-A new loss in tiles is its formula and a ``PairLoss``, named in the row of the loss in ``pml_registry.LOSSES``. Its tests come from
-``LOSSES`` in ``tests/losses/test_tiled.py``.
+To add a loss, write its formula and a ``PairLoss``, and name the class in the loss's row of ``pml_registry.LOSSES``. Tests are
+parametrized by ``LOSSES`` in ``tests/losses/test_tiled.py``.
 """
 
 from lightning_ddp_losses.losses.tiled.evaluator import TiledCall, TiledPlan, tiled_plan

@@ -1,10 +1,10 @@
-"""The evaluation of a loss over pairs in tiles: which losses have one, and one call, forward and backward.
+"""The evaluation of a loss over pairs in tiles: which losses support it, and one call, forward and backward.
 
-A tile is a few of this rank's rows against all columns. Forward computes a few numbers of each row and keeps ``k`` statistics of it. One
-handshake gives every rank all ranks' sums and statistics. Backward computes each tile again and turns it into its gradient. Alive at a time
-are the embeddings, two or three tiles, and the statistics. Matrix products: three if the matrix is symmetric, else four. One less if a
-single tile is all there is, and if a tile's gradient follows from the tile alone. On the CPU two if the matrix is symmetric: tiles cover
-half of this rank's block of it (``half_tiles``).
+A tile holds the distances of a few of this rank's rows to all columns. Forward computes a few numbers of each row and stores ``k``
+statistics per row. One handshake distributes the sums and statistics of all ranks. Backward recomputes each tile and overwrites it with its
+gradient. Memory at any time holds the embeddings, two or three tiles, and the statistics. A call takes three matrix products if the matrix
+is symmetric, otherwise four. It takes one fewer if there is a single tile, and if the gradient of a tile depends only on that tile. On the
+CPU it takes two if the matrix is symmetric, because tiles cover half of this rank's block of it (``half_tiles``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
 of a row.
@@ -54,22 +54,22 @@ from lightning_ddp_losses.losses.tiled.tiles import (
     tile_distance,
 )
 
-# few rows have few classes, hence few columns with positives. Too few read the columns too often, and small tiles are all overhead
+# few rows have few classes and hence few columns with positives. With fewer rows the columns are read too often, and overhead dominates
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 HALF_TILE_BYTES = 1 << 20
-"""Bytes of a tile of half of the matrix: 256 rows and 1,024 columns of float32, which stay in the cache of a core."""
+"""Bytes of a tile of half of the matrix: 256 rows and 1,024 columns of float32, which fit into the cache of a core."""
 MASKED_BYTES = 64 << 20
-"""Largest matrix of pairs whose masks an accelerator makes of all columns, in place of a band that the host has to know.
+"""Largest matrix of pairs for which an accelerator builds masks of all columns, instead of a band whose limits the host must read.
 
-To know the bands costs a wait, and with it the launches of everything that could have been queued meanwhile, about a millisecond. Masks of
-all columns cost bytes: of a tile's elements, forward and backward, 20 (SupCon) to 40 (NTXent) times the tile's own bytes, next to 14 with
-a band of a few columns. At 64 MiB and 3 TB/s the difference is 0.6 ms. On an H200 bands take 0.95 (SupCon) and 0.81 (NTXent) of the time
-of all columns for 16,384 rows, 0.84 and 0.67 for 65,536.
+Reading the bands makes the host wait for the device, and no kernels can be queued in the meantime: about one millisecond. Masks of all
+columns cost memory traffic instead. Forward and backward together move 20 (SupCon) to 40 (NTXent) times the bytes of a tile, compared to 14
+times with a band of a few columns. At 64 MiB and 3 TB/s the difference is 0.6 ms. On an H200, bands take 0.95 (SupCon) and 0.81 (NTXent)
+of the time of masks of all columns for 16,384 rows, and 0.84 and 0.67 for 65,536 rows.
 """
 _MOST_STATS = 3  # the largest k of any pair loss
-_FEWEST_PAIRS = 6  # with more pairs there are two of one kind, whatever the labels
+_FEWEST_PAIRS = 6  # with more pairs, at least two are of the same kind, whatever the labels
 
-GradSums: TypeAlias = tuple[Tensor, Tensor | None]  # of rows, and of columns if they are wanted
+GradSums: TypeAlias = tuple[Tensor, Tensor | None]  # gradients of the rows, and of the columns if they are required
 
 
 # ---------------------------------------------------------------------- which losses
@@ -82,10 +82,10 @@ class TiledPlan:
     Attributes:
         pair_loss: The loss on tiles.
         reductions: One per sub-loss.
-        symmetric: Between rows of one batch, the gradient of transposed entries needs no gradient from other ranks.
-        supports_whole: The host need not know which pairs there are.
-        compares_triplets: It compares triplets, which a miner may name.
-        is_product: The distance is one product of rows with rows.
+        symmetric: True if, between rows of one batch, the gradient of transposed entries can be computed without other ranks' gradients.
+        supports_whole: True if the loss can be evaluated without reading on the host which pairs exist.
+        compares_triplets: True if the loss compares triplets, which a miner may select.
+        is_product: True if the distance is a single product of rows with rows.
     """
 
     pair_loss: type[PairLoss]
@@ -97,11 +97,11 @@ class TiledPlan:
 
 
 def tiled_plan(loss: Any) -> TiledPlan | None:
-    """Plan the tiled evaluation of a loss as it is configured. None: it has none."""
+    """Plan the tiled evaluation of a loss in its current configuration, or return None if it cannot be evaluated in tiles."""
     pair_loss: type[PairLoss] | None = pair_loss_of(loss)
     if pair_loss is None or type(loss.distance) not in DISTANCES:
         return None
-    # pair losses take numbers. A temperature or margin that is a tensor may need a gradient
+    # pair losses expect Python numbers. A temperature or margin that is a tensor may require a gradient
     held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
     if any(isinstance(value, Tensor) for value in held):
         return None
@@ -116,13 +116,13 @@ def tiled_plan(loss: Any) -> TiledPlan | None:
 
 
 def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_bytes: int | None) -> int:
-    """Return how many rows fit a tile.
+    """Return how many rows fit into a tile.
 
     Args:
         row_bytes: Bytes of one row.
         columns: C.
         device: Device of the tile.
-        tile_bytes: The most that a tile may take. None: a size that is fast on the device.
+        tile_bytes: Maximum size of a tile in bytes. If None, a size that is fast on the device.
 
     Raises:
         InputError: if not even one row fits.
@@ -145,17 +145,17 @@ def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_byte
 
 @dataclass(frozen=True)
 class TiledCall:
-    """One call of a loss that is a sum over anchors, in tiles of our own: each rank its own anchors. ``run`` evaluates it.
+    """One call of a loss that is a sum over anchors, in our own tiles: each rank evaluates its own anchors. ``run`` evaluates it.
 
     Attributes:
-        loss: pytorch-metric-learning's.
+        loss: The loss from pytorch-metric-learning.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
         exchange: Exchange of sums between the ranks.
-        tile_bytes: The most that a tile may take. None: a default.
-        compiler: Compiles the tile functions, or has kernels for them. Pairs are then ``WholePairs`` on every device. None: they are not
-            compiled.
-        products: Form of products of rows, if the distance is one.
+        tile_bytes: Maximum size of a tile in bytes. If None, a default.
+        compiler: Compiles the tile functions, or provides kernels for them. Pairs are then ``WholePairs`` on every device. If None, the
+            functions are not compiled.
+        products: Form of the products of rows, if the distance is a product.
     """
 
     loss: Any
@@ -173,12 +173,12 @@ class TiledCall:
             self._rehearse(self.compiler)
             if self.compiler.has_failed:
                 return replace(self, compiler=None).run()
-        # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
+        # this rank's sums, divisors and statistics. If this fails, the error is sent with the size that peers expect
         handshake_bytes = handshake.HANDSHAKE_BYTES + self._payload_capacity()
         with handshake.raising_on_all_ranks(exchange.title, handshake_bytes=handshake_bytes, group=exchange.group):
             forward = self._forward()
             partials, present = forward.local_sums(), forward.is_no_zero()
-        # those of all ranks: the number now, the gradient tile by tile in backward
+        # sums of all ranks: the value is computed now, the gradient tile by tile in backward
         sums, row_stats = exchange.gather(
             partials,
             rows,
@@ -193,7 +193,7 @@ class TiledCall:
             element_losses.record_counts(self.loss, sums)
         if self.loss.distance.collect_stats:
             element_losses.record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
-        # the embedding regulariser, which every rank computes in full
+        # embedding regularizer, computed in full on every rank
         if getattr(self.loss, "embedding_regularizer", None) is None:
             return graph
         regularizer = element_losses.embedding_term(self.loss, self._rows_with_grad())
@@ -201,7 +201,7 @@ class TiledCall:
         return partial_sums.value_with_grad(value + regularizer.detach(), graph + regularizer)
 
     def _rows_with_grad(self) -> Tensor:
-        """Return all ranks' rows in the graph of this rank's. Symmetric tiles leave the gathered ones without."""
+        """Return the rows of all ranks, attached to the graph of this rank's rows (with symmetric tiles, gathered rows have no graph)."""
         everywhere, local = self.call.arguments["embeddings"], self.call.given["embeddings"]
         if self.symmetric:
             place = (0, self.call.bound[0], local.shape[0])
@@ -210,32 +210,32 @@ class TiledCall:
 
     @cached_property
     def symmetric(self) -> bool:
-        """Whether rows of one batch are compared, without a miner's tuples: gathered ones get no gradient. The same on all ranks."""
+        """Whether rows of one batch are compared without index tuples, so that gathered rows receive no gradient. Equal on all ranks."""
         call, given = self.call, self.call.arguments
         is_one_batch = call.references is given["embeddings"] and call.ref_labels is given["labels"]
         return self.plan.symmetric and is_one_batch and "indices_tuple" not in given
 
     @cached_property
     def records(self) -> bool:
-        """Whether reducers record numbers of elements."""
+        """Whether reducers record how many elements they average."""
         return collects_counts(self.loss)
 
     @cached_property
     def on_device(self) -> bool:
-        """Whether exchanged numbers stay on the device, which is not synchronized."""
+        """Whether exchanged numbers stay on the device, so that the host does not synchronize with it."""
         return not self.records and travels_on_device(self.call.given["embeddings"], self.exchange.group)
 
     def _payload_capacity(self) -> int:
-        """Return bytes that any rank's payload fits in. The same on all ranks."""
+        """Return a size in bytes that is sufficient for any rank's payload, equal on all ranks."""
         totals = partial_sums.SUM_BYTES * len(self.plan.pair_loss.sub_losses)
-        if not self.symmetric or self.on_device:  # there the statistics travel apart from the handshake
+        if not self.symmetric or self.on_device:  # statistics are not needed, or are sent separately from the handshake
             return totals
         item: int = self.call.given["embeddings"].element_size()
         return totals + max(self.call.counts["embeddings"]) * _MOST_STATS * item
 
     @torch.no_grad()
     def _rehearse(self, compiler: TileCompiler) -> None:
-        """Let the ranks compile together the functions of forward and backward that are new."""
+        """Compile the functions of forward and backward that have not been compiled yet. Collective."""
         call = self.call
         if not self._may_be_whole():
             return
@@ -245,7 +245,7 @@ class TiledCall:
         kind = (str(rows.dtype), rows.device.type, str(labels.dtype), self.symmetric, is_one_batch)
 
         def rehearsal(run: Callable[..., Any]) -> None:
-            # a tile that takes the same branches
+            # a tile for which the functions take the same branches
             like = rehearsed_tile(rows)
             (height, columns), pair_loss = like.shape, self.new_pair_loss(like, run)
             column_labels = (torch.arange(columns, device=rows.device) % 2).to(labels.dtype)
@@ -275,22 +275,22 @@ class TiledCall:
         return TiledForward(self, _Tiles(self, pairs, pair_loss.scale), pair_loss)
 
     def new_pair_loss(self, like: Tensor, run: Callable[..., Any] | None) -> PairLoss:
-        """Return the loss on tiles like these, which calls their functions by ``run``."""
+        """Return the loss on tiles with dtype and device of ``like``. It calls the tile functions through ``run``."""
         plan = self.plan
         return plan.pair_loss(self.loss, plan.reductions, like, run, records=self.records)
 
     def _may_be_whole(self) -> bool:
-        """Return whether the host need not know anything about the pairs. The same on all ranks."""
+        """Return whether the call can be evaluated without reading the pairs on the host. Equal on all ranks."""
         call = self.call
-        if self.records or "indices_tuple" in call.arguments:  # numbers of the host
+        if self.records or "indices_tuple" in call.arguments:  # both need numbers on the host
             return False
         if not self.plan.supports_whole:
             return False
-        # with two rows or so PML makes a zero, which depends on their labels
+        # for a batch of about two rows PML may return zero, depending on the labels
         return call.total_rows * call.total_references > _FEWEST_PAIRS
 
     def _is_whole(self) -> bool:
-        """Return whether pairs are ``WholePairs``: if the host would wait for more, at a higher cost, or functions are compiled."""
+        """Return whether pairs are ``WholePairs``: if waiting for bands would take longer, or if functions are compiled."""
         if self.compiler is None and not self.on_device:
             return False
         rows = self.call.given["embeddings"]
@@ -302,20 +302,20 @@ class TiledCall:
         return matrix_bytes <= MASKED_BYTES
 
     def _takes_halves(self) -> bool:
-        """Return whether tiles cover half of the pairs of this rank's rows: on the CPU, of more than one tile.
+        """Return whether tiles cover half of the pairs of this rank's rows: on the CPU, if there is more than one tile.
 
-        On an accelerator a tile costs launches, and a symmetric one more of them.
+        On an accelerator each tile costs kernel launches, and a symmetric tile costs more of them.
         """
         rows, width = self.call.given["embeddings"], self.call.total_references
         if not (self.symmetric and rows.is_cpu and len(rows)):
             return False
-        if self.tile_bytes is None and len(rows) <= 2 * HALF_TILE_ROWS:  # most of it would be squares on the diagonal
+        if self.tile_bytes is None and len(rows) <= 2 * HALF_TILE_ROWS:  # tiles would mostly be squares on the diagonal
             return False
         row_bytes = tile_distance(self.loss.distance, width, self.products).row_bytes(width, rows)
         return len(rows) > rows_of_a_tile(row_bytes, width, rows.device, self.tile_bytes)
 
     def _known_pairs(self, like: Tensor) -> Pairs:
-        """Return the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
+        """Return the pairs of this rank's rows and all columns: a miner's pairs if there are any, otherwise pairs from labels."""
         call = self.call
         labels, reference_labels, first = self._labels()
         if self._takes_halves():
@@ -337,7 +337,7 @@ class TiledCall:
         return pairs
 
     def _labels(self) -> tuple[Tensor, Tensor, int | None]:
-        """Return the labels of this rank's rows and of the columns, and the column of the first row, if rows are columns."""
+        """Return the labels of this rank's rows, the labels of the columns, and the column of the first row if rows are also columns."""
         call = self.call
         labels, reference_labels = call.local_labels, call.ref_labels
         assert labels is not None
@@ -346,7 +346,7 @@ class TiledCall:
 
 
 class _Tiles:
-    """Rows and columns of a call in the tiles' order and form, and the way of their gradients back.
+    """Rows and columns of a call in the tiles' order and form, and the conversion of their gradients to the original order and form.
 
     Args:
         tiled: The call.
@@ -355,28 +355,28 @@ class _Tiles:
 
     Attributes:
         embeddings: (B, D), with their graph.
-        references: (G, D), with their graph. None: they need no gradient.
-        rows: This rank's, in the order of the tiles, as the distance keeps them.
-        columns: All, also.
-        places: Where each tile lies.
+        references: (G, D), with their graph. None if they do not require a gradient.
+        rows: This rank's rows in the order of the tiles, in the form that the distance stores.
+        columns: All columns, in their order and form.
+        places: Position of each tile in the matrix.
     """
 
     def __init__(self, tiled: TiledCall, pairs: Pairs, scale: float) -> None:
         call, self.pairs, self._scale = tiled.call, pairs, scale
         embeddings, references, everyone = call.given["embeddings"], call.references, call.arguments["embeddings"]
         self.embeddings = embeddings = match_requires_grad(embeddings, everyone.requires_grad)
-        # rows and columns as they are compared
+        # rows and columns in the form in which they are compared
         distance = self._distance = tile_distance(tiled.loss.distance, len(references), tiled.products)
         columns = distance.prepare(references)
         is_one_batch = references is everyone
         if is_one_batch:
             rows = columns.part(slice(*call.bound))
-            if pairs.column_order is not None:  # the rows would keep the unsorted columns in memory
+            if pairs.column_order is not None:  # a view would keep the unsorted columns in memory
                 rows = Operand(rows.rows.clone(), None if rows.lengths is None else rows.lengths.clone())
         else:
             rows = distance.prepare(embeddings)
         self._prepared = rows
-        # the gradient of references. If they are one batch with the rows, these get theirs with it
+        # gradient of the references. If rows and references are one batch, it includes the gradient of the rows
         wants_references = references.requires_grad and not tiled.symmetric
         self.references = references if wants_references else None
         self._prepared_references = columns if wants_references else None
@@ -389,7 +389,7 @@ class _Tiles:
         self._buffer = self._like.new_empty(0)
 
     def _place_tiles(self, tile_bytes: int | None) -> list[Place]:
-        """Return where the tiles lie: of all columns as few as fit, of one size, of half of the matrix nearly square ones."""
+        """Return the positions of the tiles: as few as fit, equal in height, over all columns; nearly square for half of the matrix."""
         count, width, device = len(self._like), len(self.columns.rows), self._like.device
         if not (count and width):
             return []
@@ -407,7 +407,7 @@ class _Tiles:
         self._buffer = self._like.new_empty(0)  # no tile is alive between forward and backward
 
     def tile(self, place: Place, *, keep: bool) -> Tile:
-        """Compute a tile. Its matrix must stay as it is if it is kept, or if the distance needs it for its gradient."""
+        """Compute a tile. Its matrix must not be overwritten if the tile is kept, or if the distance needs the matrix for its gradient."""
         matrix, overwrites = self.matrix(place), not (keep or self._distance.needs_matrix_in_vjp)
         if isinstance(self.pairs, OwnFirstPairs):
             masks = self.pairs.masks_at(place.rows, place.columns, overwrites=overwrites)
@@ -424,13 +424,13 @@ class _Tiles:
         return self._distance.matrix(rows, columns, self._scale, out)
 
     def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums, mirrored: slice | None = None) -> None:
-        """Add the gradients of rows and columns, from that of a tile's matrix, or of its band of columns.
+        """Add the gradients of rows and columns, given the gradient of a tile's matrix or of its band of columns.
 
         Args:
             tile: The tile.
-            grad: Its gradient.
-            sums: Those of all rows and columns.
-            mirrored: Columns that are rows too, as in ``Place``.
+            grad: Gradient of its matrix.
+            sums: Gradients of all rows and columns.
+            mirrored: Columns that are also rows, as in ``Place``.
         """
         matrix, place, (row_sums, column_sums) = tile.matrix, tile.columns, sums
         if grad.shape != matrix.shape:
@@ -448,14 +448,14 @@ class _Tiles:
         self._distance.vjp_(row_side, column_side, self._scale, matrix, grad)
 
     def zeros(self, *, columns: bool = True) -> GradSums:
-        """Return empty sums for ``add_vjp_``, of rows and, if they are wanted, of columns."""
+        """Return sums of zeros for ``add_vjp_``, for rows and, if ``columns`` and the references require a gradient, for columns."""
         dtype, column_sums = self._like.dtype, None
         if columns and self.references is not None:
             column_sums = torch.zeros_like(self.columns.rows, dtype=dtype)
         return torch.zeros_like(self.rows.rows, dtype=dtype), column_sums
 
     def with_graph(self) -> list[Tensor]:
-        """Return the tensors that get a gradient."""
+        """Return the tensors that receive a gradient."""
         if self.references is None:
             return [self.embeddings]
         return [self.references] if self._bound is not None else [self.embeddings, self.references]
@@ -476,7 +476,7 @@ class _Tiles:
 
 
 class TiledForward:
-    """The evaluated tiles of a call: this rank's sums and statistics, then the loss with its gradient.
+    """The evaluated tiles of a call: sums and statistics of this rank, and the loss with its gradient.
 
     Args:
         tiled: The call.
@@ -489,24 +489,24 @@ class TiledForward:
 
     def __init__(self, tiled: TiledCall, tiles: _Tiles, pair_loss: PairLoss) -> None:
         self._tiled, self._tiles, self._pair_loss = tiled, tiles, pair_loss
-        # the host knows nothing about the pairs, nor about what is exchanged
+        # the host reads neither the pairs nor the exchanged numbers
         self._is_blind = isinstance(tiles.pairs, WholePairs) and tiled.on_device
         self._kept_tile: Tile | None = None
-        # gradients of rows and columns by each sub-loss, if forward computes them already
+        # gradients of rows and columns for each sub-loss, if forward already computes them
         self._grad_sums: list[GradSums] = []
         wants_grad = tiles.embeddings.requires_grad or tiles.references is not None
         self._totals, self.row_stats = self._accumulate_tiles(backward_comes=wants_grad and torch.is_grad_enabled())
 
     @torch.no_grad()
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[PartialSum], Tensor]:
-        """Compute the numbers of all rows. Return the sub-losses' totals, and (B, k) statistics in the order of the rows."""
+        """Compute the numbers of all rows, and return the sub-losses' totals and (B, k) statistics in the order of the rows."""
         tiles, pair_loss, call = self._tiles, self._pair_loss, self._tiled.call
-        # (else a sub-loss would keep a gradient of all columns until backward)
+        # (otherwise each sub-loss would store a gradient of all columns until backward)
         has_one_gradient = self._tiled.symmetric or not pair_loss.symmetric
         with_grads = pair_loss.grad_in_forward and has_one_gradient and backward_comes
         if with_grads:
             self._grad_sums = [tiles.zeros() for _ in pair_loss.sub_losses]
-        # so small a batch is not computed twice
+        # a batch that fits into one tile is not computed twice
         keeps = backward_comes and not with_grads and len(tiles.places) == 1
         if isinstance(tiles.pairs, OwnFirstPairs):
             numbers = self._numbers_of_halves(tiles.pairs, with_grads=with_grads)
@@ -519,7 +519,7 @@ class TiledForward:
         return totals, _unsorted(stats, tiles.pairs.row_order)
 
     def _numbers_of_rows(self, *, keeps: bool, with_grads: bool) -> tuple[Tensor, ...]:
-        """Return the numbers of all rows, each of which is in one tile. ``keeps``: the tile is kept for backward."""
+        """Return the numbers of all rows, each of which is in one tile. If ``keeps``, the tile is stored for backward."""
         tiles, pair_loss = self._tiles, self._pair_loss
         results: list[TileResults] = []
         for place in tiles:
@@ -534,7 +534,7 @@ class TiledForward:
         return tuple(stored.joined() for stored in results) or pair_loss.nothing(len(tiles.rows.rows))
 
     def _numbers_of_halves(self, pairs: OwnFirstPairs, *, with_grads: bool) -> tuple[Tensor, ...]:
-        """Return the same of tiles of half of the matrix."""
+        """Return the numbers of all rows, from tiles that cover half of the matrix."""
         tiles = self._tiles
         half = HalfNumbers(self._pair_loss, pairs, len(tiles.rows.rows))
         for place in tiles:
@@ -547,16 +547,16 @@ class TiledForward:
         return half.numbers
 
     def _add_grads(self, tile: Tile, grads: Sequence[Tensor], mirrored: slice | None = None) -> None:
-        """Add the gradients of rows and columns by each sub-loss, if forward computes them."""
+        """Add the gradients of rows and columns for each sub-loss, if forward computes them."""
         for sums, grad in zip(self._grad_sums, grads, strict=True):
-            # on an accelerator a product more is cheaper than to wait
+            # on an accelerator, an additional product is cheaper than waiting for the values
             if grad.device.type != "cpu" or (grad.numel() and any(map(bool, grad.aminmax()))):
                 self._tiles.add_vjp_(tile, grad, sums, mirrored)
 
     # the exchanged statistics
 
     def local_sums(self) -> list[PartialSum]:
-        """Return this rank's sub-losses, without graph."""
+        """Return this rank's share of each sub-loss, without a graph."""
         names, embeddings = self._pair_loss.sub_losses, self._tiles.embeddings.detach()
         if not self._is_blind and self._is_zero_loss():
             return [
@@ -566,17 +566,17 @@ class TiledForward:
         found = []
         for name, each in zip(names, self._totals, strict=True):
             total = each.total
-            # a NaN passes no limit: if no entry passes it would be lost
+            # comparisons with NaN are false, so a NaN would be lost if no entry is counted
             if not self._is_blind and each.may_count_nothing:
                 total = total + element_losses.no_loss(embeddings)
             found.append(replace(each, total=total, name=name))
         return found
 
     def _is_zero_loss(self) -> bool:
-        """Return whether PML returns a zero at once, for want of pairs. The same on all ranks."""
+        """Return whether PML returns zero early because there are too few pairs. Equal on all ranks."""
         tiled, call, pairs = self._tiled, self._tiled.call, self._tiles.pairs
         if tiled.plan.compares_triplets:
-            return False  # without triplets all totals are 0
+            return False  # if there are no triplets, all totals are 0 anyway
         tuples = call.arguments.get("indices_tuple")
         if tuples is not None:
             positive, negative = len(tuples[1]), len(tuples[-1])
@@ -590,9 +590,9 @@ class TiledForward:
         return lacks_a_kind or max(positive, negative) <= 1
 
     def is_no_zero(self) -> Tensor | None:
-        """Return 0 if PML returns a zero at once, for want of negatives, else 1. None: ``local_sums`` knows it.
+        """Return 0 if PML returns zero early because there are no negatives, else 1, or None if ``local_sums`` determines it on the host.
 
-        Without positives the loss is 0.
+        If there are no positives, the loss is 0 anyway.
         """
         if not (self._is_blind and self._pair_loss.needs_both_kinds):
             return None
@@ -606,7 +606,7 @@ class TiledForward:
     # the loss and its gradient
 
     def value(self, sums: GlobalSums, all_stats: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the loss with its graph, and as a number.
+        """Return the loss with its graph, and its value.
 
         Args:
             sums: The sub-losses of all ranks.
@@ -624,9 +624,9 @@ class TiledForward:
         """Compute the gradients of the tensors with a graph.
 
         Args:
-            column_stats: (G, k) in the order of the columns. None: the gradient of this rank's share only.
+            column_stats: (G, k) in the order of the columns. If None, only the gradient of this rank's share is computed.
             factors: One per sub-loss.
-            wanted: True for the tensors whose gradient is wanted.
+            wanted: True for each tensor whose gradient is required.
         """
         sums = self._tiles.zeros(columns=wanted[-1])
         if self._grad_sums:
@@ -636,7 +636,7 @@ class TiledForward:
         return self._tiles.vjp(*sums, wanted)
 
     def _weigh_sums_(self, factors: Sequence[Tensor], totals: GradSums) -> None:
-        """Add the gradients of the sub-losses, which are known since forward up to their factors."""
+        """Add the gradients of the sub-losses, which forward has computed except for their factors."""
         # transposed entries have the same gradient
         times = 2.0 if self._tiled.symmetric else 1.0
         for found, factor, sign in zip(self._grad_sums, factors, self._pair_loss.grad_signs, strict=True):
@@ -651,11 +651,11 @@ class TiledForward:
             row_stats = _sorted(row_stats, tiles.pairs.row_order)
         pair_loss.prepare_backward(row_stats, column_stats, factors)
         for place in tiles:
-            # distances, unless forward has kept its only tile
+            # recompute the distances, unless forward has stored its only tile
             tile, self._kept_tile = self._kept_tile, None
             if tile is None:
                 tile = tiles.tile(place, keep=False)
-            # their gradient, then that of the embeddings
+            # gradient of the distances, then of the embeddings
             tiles.add_vjp_(tile, pair_loss.grad(tile), totals, place.mirrored)
         if pair_loss.factor is not None:
             for sums in totals:
@@ -664,12 +664,12 @@ class TiledForward:
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Return values in ``order``. None: as they are."""
+    """Return values in ``order``, or unchanged if ``order`` is None."""
     return values if order is None else values[order]
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Return values that were taken in ``order`` in their old order. None: as they are."""
+    """Undo ``_sorted``: return values that are in ``order`` in their original order, or unchanged if ``order`` is None."""
     if order is None:
         return values
     return torch.empty_like(values).index_copy_(0, order, values)

@@ -1,13 +1,14 @@
-"""Tiles of half of a symmetric matrix: each pair of this rank's rows is compared once, for both of them.
+"""Tiles of half of a symmetric matrix: each pair of this rank's rows is compared once, for both rows.
 
-Columns are in another order than the rows of all ranks: this rank's rows first, sorted by label as the rows are, then the rows of the other
-ranks, also sorted. Entry ij of the first block is entry ji too. So tiles cover its upper half, and what stands above the squares on its
-diagonal counts for its rows and, transposed, for its columns. The columns of the other ranks count for rows alone, as in any tile.
+Columns are ordered differently from the rows of all ranks: this rank's rows come first, sorted by label in the same way as the rows,
+followed by the rows of the other ranks, also sorted. The first block is symmetric, so tiles cover only its upper half, and entries above
+the squares on its diagonal are counted for their rows and, transposed, for their columns. Columns of other ranks are counted only for the
+rows, as in any tile.
 
-A row is then in several tiles. Its numbers are those of all of them, joined (``PairLoss.joined``), in a fixed order.
+Each row is therefore in several tiles. Their numbers are joined (``PairLoss.joined``) in a fixed order.
 
-Positives of sorted rows are near the diagonal. Beyond them entries are negatives alone, and one exponential each serves rows and columns
-(``PairLoss.far``).
+Positives of sorted rows are near the diagonal. All entries beyond them are negatives, and one exponential per entry serves its row and its
+column (``PairLoss.far``).
 
 Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows and ``C`` columns of a tile.
 """
@@ -25,17 +26,17 @@ from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import Masks, Pairs, Tile
 
 HALF_TILE_ROWS = 256
-"""Most rows of a tile of half of the matrix: the gradient of its columns is a product over so many, and is added up in memory."""
+"""Maximum number of rows of a tile of half of the matrix: the inner size of the product whose results are summed into column gradients."""
 
 
 class Place(NamedTuple):
-    """Where a tile lies in the matrix.
+    """Position of a tile in the matrix.
 
     Attributes:
         rows: Rows of this rank.
         columns: Columns.
-        mirrored: The last of its columns, which are rows of this rank and whose entries stand for the transposed ones too. None: there are
-            no such columns.
+        mirrored: Trailing columns of the tile that are rows of this rank and whose entries also represent the transposed entries. None if
+            there are no such columns.
     """
 
     rows: slice
@@ -47,8 +48,8 @@ class OwnFirstPairs(Pairs):
     """Pairs of all rows and columns, from labels, with this rank's rows as the first columns, for tiles of half of the matrix.
 
     Args:
-        labels: (B,) of this rank's rows.
-        column_labels: (G,) of all ranks' rows.
+        labels: (B,), labels of this rank's rows.
+        column_labels: (G,), labels of all ranks' rows.
         first: Column of this rank's first row.
 
     Attributes:
@@ -63,12 +64,12 @@ class OwnFirstPairs(Pairs):
         order += count * (order >= first)
         self.column_order: Tensor = torch.cat([self.row_order + first, order])
         self._labels = torch.cat([own, others])
-        # of each row the columns of its label, first those of this rank
+        # for each row, the columns with its label: this rank's columns, then other ranks' columns
         self._bands = [_bands_in(own, own, 0), _bands_in(own, others, count)]
         self.matching = int(torch.unique(column_labels, return_counts=True)[1].square().sum())
 
     def places(self, height: int, width: int) -> Iterator[Place]:
-        """Yield tiles of at most ``height`` rows and ``width`` columns. ``width`` is not below ``height``."""
+        """Yield tiles of at most ``height`` rows and ``width`` columns. ``width`` must be at least ``height``."""
         count, total = self._count, len(self._labels)
         for top in range(0, count, height):
             rows = slice(top, min(top + height, count))
@@ -80,13 +81,13 @@ class OwnFirstPairs(Pairs):
                 yield Place(rows, slice(left, min(left + width, total)))
 
     def band(self, rows: slice, columns: slice) -> slice:
-        """Return those of the columns that may hold positives of the rows. They may be none."""
+        """Return the range of the columns that may contain positives of the rows. It may be empty."""
         starts, stops = self._bands[columns.start >= self._count]
         start = min(max(columns.start, starts[rows.start]), columns.stop)
         return slice(start, min(max(start, stops[rows.stop - 1]), columns.stop))
 
     def masks_at(self, rows: slice, columns: slice, *, overwrites: bool) -> Masks:
-        """Return the masks of some rows, and columns that begin with these rows, or have none of them."""
+        """Return the masks of some rows and columns. The columns either begin with these rows or contain none of them."""
         band, own = self.band(rows, columns), None
         if rows.start == columns.start:
             own = rows.start - band.start
@@ -95,14 +96,14 @@ class OwnFirstPairs(Pairs):
 
 
 def _bands_in(labels: Tensor, columns: Tensor, first: int) -> tuple[list[int], list[int]]:
-    """Return where the columns of each label begin and end, behind ``first`` others. Both are sorted."""
+    """Return where the columns with each label begin and end, offset by ``first`` preceding columns. Both inputs are sorted."""
     starts = torch.searchsorted(columns, labels) + first
     stops = torch.searchsorted(columns, labels, right=True) + first
     return starts.tolist(), stops.tolist()
 
 
 class HalfNumbers:
-    """Numbers of all rows, from tiles of one half.
+    """The numbers of all rows, from tiles that cover half of the matrix.
 
     Args:
         pair_loss: The loss on tiles.
@@ -112,7 +113,7 @@ class HalfNumbers:
 
     def __init__(self, pair_loss: PairLoss, pairs: OwnFirstPairs, rows: int) -> None:
         self._pair_loss, self._pairs = pair_loss, pairs
-        # memory that no tile allocates (``TileResults``)
+        # allocated once, outside of the tiles (``TileResults``)
         self._numbers = pair_loss.start(rows)
         self._of_positives: Numbers = ()
         if pair_loss.positives_last:
@@ -127,15 +128,15 @@ class HalfNumbers:
         """Add the numbers of a tile.
 
         Args:
-            place: Its place.
+            place: Position of the tile.
             matrix: (T, C). Entries of rows with themselves are overwritten.
             with_grads: As in ``PairLoss.rows``.
 
         Returns:
-            Parts of the tile with their gradients by each sub-loss. Nothing without ``with_grads``.
+            Parts of the tile with their gradients for each sub-loss, or an empty list unless ``with_grads``.
         """
         rows, columns, mirrored = place
-        # up to where there may be positives, and from there on. In columns of other ranks they may be anywhere
+        # the columns up to the last possible positive, and the columns after it. In columns of other ranks positives may be anywhere
         end, band = columns.start, self._pairs.band(rows, columns)
         if band.start < band.stop:
             end = columns.stop if mirrored is None else band.stop
@@ -162,12 +163,12 @@ class HalfNumbers:
         return found if with_grads else []
 
     def positives_in(self, place: Place) -> Place | None:
-        """Return the part of a tile with positives, if their numbers need those of all negatives. None: there is nothing to do."""
+        """Return the part of a tile with positives, if their numbers depend on all negatives, or None if nothing has to be computed."""
         band = self._pairs.band(place.rows, place.columns)
         if not self._of_positives or band.start == band.stop:
             return None
         columns, mirrored = band, place.mirrored
-        if place.columns.start == place.rows.start:  # the rows themselves too
+        if place.columns.start == place.rows.start:  # includes entries of rows with themselves
             columns = slice(place.rows.start, max(band.stop, place.rows.stop))
         if mirrored is not None:
             mirrored = slice(max(mirrored.start, columns.start), columns.stop)
@@ -175,7 +176,7 @@ class HalfNumbers:
         return Place(place.rows, columns, mirrored)
 
     def add_positives(self, place: Place, matrix: Tensor) -> None:
-        """Add the numbers of positives, from the numbers of all negatives. Arguments as for ``add``."""
+        """Add the numbers of positives, given the numbers of all negatives. Takes the same arguments as ``add``."""
         tiles = [self._tile(place.rows, place.columns, matrix)]
         if place.mirrored is not None:
             transposed = matrix[:, place.mirrored.start - place.columns.start :].T

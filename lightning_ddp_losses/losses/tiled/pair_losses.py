@@ -1,12 +1,12 @@
-"""Losses over pairs in tiles (`PairLoss`): the numbers of each row, how a reducer adds them up, and the gradient of a tile.
+"""Losses over pairs in tiles (`PairLoss`): the numbers of each row, how a reducer sums them, and the gradient of a tile.
 
-A pair loss sees each tile of the scaled matrix twice. In forward it computes a few numbers of each row, from which PML's reducer makes the
-sub-losses and ``k`` statistics remain (a log-sum-exp, the count of the row). In backward these are enough to compute the tile's gradient.
-If the matrix is symmetric, the other ranks' statistics give the gradient of the transposed entries from the same tile too, so no gradient
-has to travel. The formulas are in ``tile_functions``.
+A pair loss processes each tile of the scaled matrix twice. Forward computes a few numbers for each row. PML's reducer turns them into the
+sub-losses, and ``k`` statistics are stored (a log-sum-exp, the count of the row). They are sufficient for backward to compute the gradient
+of the tile. If the matrix is symmetric, the other ranks' statistics also determine the gradient of the transposed entries of the same tile,
+so no gradient has to be sent. The formulas are in ``tile_functions``.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``G`` columns over all ranks, ``k`` statistics of a row. ``s_ij`` the
-similarity of row i and column j over the temperature, ``l_i`` the log-sum-exp of row i, ``d`` a distance (a similarity negated).
+Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``G`` columns over all ranks, ``k`` statistics of a row. ``s_ij`` is
+the similarity of row i and column j over the temperature, ``l_i`` the log-sum-exp of row i, ``d`` a distance (a similarity negated).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled import tile_functions as formulas
 from lightning_ddp_losses.losses.tiled.tiles import Keys, LabelKeys, Tile, Triplets, is_one_product
 
-_LOG_COLUMNS = 25.0  # logarithm of more columns than fit any memory
-_CLOSE = 0.65  # log-sum-exps are so close, in units of the largest exponent, that products of their exponentials lose nothing
+_LOG_COLUMNS = 25.0  # upper bound for the logarithm of the number of columns, for any memory size
+_CLOSE = 0.65  # log-sum-exps within this range, in units of the largest exponent, can be exponentiated separately without loss of precision
 
 
 # ---------------------------------------------------------------------- pytorch-metric-learning's reducers on numbers of rows
@@ -35,12 +35,12 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
     """Reduce one loss per row.
 
     Args:
-        reduction: ``per_anchor`` makes no difference here: rows are anchors.
+        reduction: ``per_anchor`` has no effect because rows are anchors.
         losses: (B,).
         labels: (B,), for class weights.
 
     Returns:
-        The sum, and (B,) how much each row's loss counts in it. None: 1.
+        The sum, and the weight (B,) of each row's loss in it, or None if all weights are 1.
     """
     counts, number = None, host_number(losses.numel())
     passed = above = number
@@ -51,7 +51,7 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         if reduction.low is not None and reduction.high is not None:
             above = (losses > reduction.low).sum()
     if reduction.weights is not None:
-        # class weights weigh the sum and leave the divisor alone, as PML does
+        # class weights apply to the sum and not to the divisor, as in PML
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
     weighted = losses if counts is None else losses * counts
@@ -67,12 +67,12 @@ def reduce_pairs(
 
     Args:
         reduction: Reducer of the sub-loss.
-        numbers: (B,) each: the sum of the losses of a row that pass, and their number. If these are recorded, the number of all and of
-            those above the lower limit.
+        numbers: (B,) each: the sum of the losses of a row that pass the limits, and their number. If counts are recorded, also the number
+            of all losses and the number above the lower limit.
         labels: (B,), for class weights.
 
     Returns:
-        The sum, and (B,) how much a passing pair of each row counts in it. None: 1.
+        The sum, and the weight (B,) of a passing pair of each row in it, or None if all weights are 1.
     """
     total, number, *recorded = numbers
     if reduction.per_anchor:
@@ -94,7 +94,7 @@ def reduce_pairs(
 
 
 def limits_of(reduction: Reduction) -> formulas.Limits | None:
-    """Return the limits of single pairs. None: all pass, or anchors are reduced."""
+    """Return the limits of single pairs, or None if all pairs pass or the reducer applies to anchors."""
     return (reduction.low, reduction.high) if reduction.selects and not reduction.per_anchor else None
 
 
@@ -102,7 +102,7 @@ def limits_of(reduction: Reduction) -> formulas.Limits | None:
 
 
 def _keys_of(tile: Tile) -> Keys:
-    """Return the masks of a tile, of a loss that compares no triplets."""
+    """Return the masks of a tile, for a loss that does not compare triplets."""
     assert not isinstance(tile.keys, Triplets)
     return tile.keys
 
@@ -115,29 +115,29 @@ class PairLoss:
     """One loss on tiles.
 
     Args:
-        loss: pytorch-metric-learning's, for its numbers.
+        loss: The loss from pytorch-metric-learning, from which parameters such as the margin are read.
         reductions: One per sub-loss.
-        like: Tensor of the tiles' dtype and device.
-        run: Calls a function of ``tile_functions``, compiled. None: they are not compiled.
-        records: True if the numbers that reducers only record are wanted.
+        like: Tensor with the tiles' dtype and device.
+        run: Calls a function of ``tile_functions`` in compiled form. If None, functions are not compiled.
+        records: True if the counts that reducers only record are required.
 
     Attributes:
-        sub_losses: Their names.
-        numbers: How many numbers a row has.
-        recorded: How many more there are if reducers record theirs.
-        symmetric: Gradients of transposed entries follow from the statistics, and rows and columns have the same formula.
-        positives_last: Numbers of positives need those of all negatives of their rows.
-        needs_both_kinds: PML returns a zero without positives or without negatives.
-        has_kernels: ``kernels.launches`` has its functions.
-        counts_pairs_once: A pair counts once, however often a miner names it.
+        sub_losses: Names of the sub-losses.
+        numbers: How many numbers each row has.
+        recorded: How many additional numbers there are if reducers record counts.
+        symmetric: True if gradients of transposed entries follow from the statistics, and rows and columns have the same formula.
+        positives_last: True if numbers of positives depend on all negatives of their rows.
+        needs_both_kinds: True if PML returns zero when there are no positives or no negatives.
+        has_kernels: True if ``kernels.launches`` implements its functions.
+        counts_pairs_once: True if a pair counts once, however often a miner selects it.
         width: k.
         scale: Factor of the distances in the tiles' matrix.
-        grad_in_forward: A tile's gradient follows from the tile alone, up to a factor per sub-loss.
+        grad_in_forward: True if a tile's gradient depends only on that tile, up to a factor per sub-loss.
         grad_signs: Factor of each sub-loss's gradient that is computed in forward.
-        factor: Factor of gradients, after ``prepare_backward``. None: 1.
+        factor: Factor of gradients, after ``prepare_backward``. None means 1.
         grad_of: Formula of a tile's gradient.
-        grad_options: Its further arguments.
-        terms: Its terms of all rows and of all columns, after ``prepare_backward``.
+        grad_options: Additional arguments of ``grad_of``.
+        terms: Terms of ``grad_of`` for all rows and all columns, after ``prepare_backward``.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
@@ -167,20 +167,20 @@ class PairLoss:
         records: bool = False,
     ) -> None:
         self.loss, self.reductions, self.like, self.run, self.records = loss, reductions, like, run or _call, records
-        self.sign = -1.0 if loss.distance.is_inverted else 1.0  # of a distance: large is far
+        self.sign = -1.0 if loss.distance.is_inverted else 1.0  # sign times the matrix is a distance
 
     @classmethod
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        """Return whether the loss, as it is configured and reduced, is this pair loss."""
+        """Return whether this class implements the loss with its configuration and reducers."""
         return True
 
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        """Return whether the loss, as configured and reduced, takes pairs unknown to the host."""
+        """Return whether the loss, with its configuration and reducers, can be evaluated without reading pairs on the host."""
         return True
 
     def nothing(self, rows: int) -> formulas.Numbers:
-        """Return numbers of rows that have no columns, (rows,) each. The loss is then a zero, whatever they are."""
+        """Return numbers of rows without columns, (rows,) each. In this case the loss is zero, whatever the numbers are."""
         recorded = self.recorded if self.records else 0
         return tuple(self.like.new_zeros(self.numbers + recorded, rows))
 
@@ -189,33 +189,33 @@ class PairLoss:
 
         Args:
             tile: The tile.
-            with_grads: True if each sub-loss's derivative by the entries is wanted, up to ``grad_signs``, if ``grad_in_forward``. It is
-                (T, C), or (T, b) of the band.
+            with_grads: True if the derivative of each sub-loss by the entries is required, up to ``grad_signs``. Only if
+                ``grad_in_forward``. Its shape is (T, C), or (T, b) for a band.
         """
         raise NotImplementedError
 
-    # numbers of rows that are in several tiles (``half_tiles``), if the loss is symmetric
+    # numbers of rows that are split over several tiles (``half_tiles``), if the loss is symmetric
 
     def start(self, rows: int) -> formulas.Numbers:
-        """Return numbers of rows before their first tile, (rows,) each. Without those of positives if these are the last."""
+        """Return initial numbers of rows, (rows,) each. If ``positives_last``, the numbers of positives are left out."""
         return self.nothing(rows)
 
     def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
-        """Compute ``rows`` for some of the columns. Without the numbers of positives if these are the last."""
+        """Compute ``rows`` for some of the columns. If ``positives_last``, the numbers of positives are left out."""
         return self.rows(tile, with_grads=with_grads)
 
     def far(
         self, tile: Tile, *, both: bool, with_grads: bool
     ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
-        """Compute ``part`` of a tile whose entries are all negatives. If ``both``, the same numbers of its columns are second."""
+        """Compute ``part`` for a tile whose entries are all negatives. If ``both``, the second result has the numbers of its columns."""
         raise NotImplementedError
 
     def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        """Join the numbers of some columns with those of others, of the same rows."""
+        """Join the numbers of the same rows over two different sets of columns."""
         return tuple(map(torch.add, known, added))
 
     def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
-        """Compute the numbers of positives of some columns, if these are the last, from all others of these rows. They are added."""
+        """Compute the numbers of positives in some columns, given all other numbers of the rows, if ``positives_last``. They are summed."""
         raise NotImplementedError
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
@@ -231,12 +231,12 @@ class PairLoss:
         raise NotImplementedError
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
-        """Prepare what ``grad`` needs of all rows and columns.
+        """Prepare the terms of all rows and columns that ``grad`` uses.
 
         Args:
             row_stats: (B, k), in the tiles' order.
-            column_stats: (G, k), in the columns' order. The same tensor if rows and columns are the same. None: the transposed entries have
-                no gradient here.
+            column_stats: (G, k), in the columns' order. The same tensor if rows and columns are the same. If None, the gradient of the
+                transposed entries is not included.
             factors: Factor of each sub-loss's sum.
         """
         raise NotImplementedError
@@ -261,8 +261,8 @@ class SoftmaxPairLoss(PairLoss):
 
     Attributes:
         rows_of: Formula of the numbers of rows.
-        row_options: Its further arguments.
-        opposite_terms: As ``terms``, of the rows with counts below 0. Their gradient is subtracted.
+        row_options: Additional arguments of ``rows_of``.
+        opposite_terms: Like ``terms``, for rows with counts below 0. The resulting gradient is subtracted.
     """
 
     width = 3
@@ -283,7 +283,7 @@ class SoftmaxPairLoss(PairLoss):
         return self.of_negatives(of_rows), None if of_columns is None else self.of_negatives(of_columns), []
 
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
-        """Return the numbers of rows that have negatives alone, from their log-sum-exps (n,)."""
+        """Return the numbers of rows that have only negatives, given their log-sum-exps (n,)."""
         raise NotImplementedError
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
@@ -292,7 +292,7 @@ class SoftmaxPairLoss(PairLoss):
         if weights is None or not bool((weights < 0).any()):
             self.terms = self.terms_of(stats)
             return
-        # a count below 0 has no logarithm: the gradient is that of the rows above 0, less that of the others with the opposite counts
+        # counts are used as logarithms, so the gradient of rows with negative counts is computed with the opposite counts and subtracted
         self.terms = self.terms_of([_counts_above_0(each, 1) for each in stats])
         self.opposite_terms = self.terms_of([_counts_above_0(each, -1) for each in stats])
 
@@ -304,19 +304,19 @@ class SoftmaxPairLoss(PairLoss):
         return grad.sub_(self.grad_by(self.opposite_terms, tile._replace(matrix=matrix)))
 
     def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
-        """Return what the gradient needs of the (n, k) statistics of rows, and of columns if there are any. The softmax comes first."""
+        """Return the terms of ``grad_of``, given (n, k) statistics of rows and, if present, of columns. The softmax is the first term."""
         raise NotImplementedError
 
     def softmax_of(self, stats: Sequence[Tensor], lse: int) -> formulas.Term:
         """Return the term of ``softmax_grad``.
 
         Args:
-            stats: (n, k) statistics of rows, and of columns if there are any. A row's count is the second.
+            stats: (n, k) statistics of rows and, if present, of columns. Index 1 is the count of the row or column.
             lse: Index of the log-sum-exp among them.
         """
         lses, counts = _column(stats, lse), _column(stats, 1)
         if len(stats) == 2 and self.like.device.type == "cpu" and self.run is _call:
-            # No entry is larger than the log-sum-exps of its row and of its column
+            # no entry is larger than the log-sum-exp of its row or of its column
             lowest, highest = torch.cat(lses).aminmax()
             if highest - lowest < _CLOSE * math.log(torch.finfo(lowest.dtype).max):
                 factors = [count * (highest - each).exp_() for each, count in zip(lses, counts, strict=True)]
@@ -328,19 +328,19 @@ class SoftmaxPairLoss(PairLoss):
 
 
 def _column(stats: Sequence[Tensor], index: int) -> list[Tensor]:
-    """Return one of the statistics of rows, and of columns if there are any."""
+    """Return one statistic of rows and, if present, of columns."""
     return [each[:, index] for each in stats]
 
 
 def _counts_above_0(stats: Tensor, sign: int) -> Tensor:
-    """Return statistics, (n, 3): a log-sum-exp, and numbers in proportion to the count of the row, times the sign and 0 if below."""
+    """Return statistics (n, 3) with numbers proportional to the row's count multiplied by ``sign`` and clamped at 0; log-sum-exps stay."""
     return torch.cat([stats[:, :1], (stats[:, 1:] * sign).clamp_min_(0)], 1)
 
 
 class NTXent(SoftmaxPairLoss):
     """``-log r_ip`` over the positive pairs, ``r_ip = exp(s_ip) / (exp(s_ip) + sum over the negatives of exp(s_in))``.
 
-    Statistics of a row: l over its negatives, the sum of its positives' parts in the negatives' gradient, the count of a pair.
+    Statistics of a row: l over its negatives, the sum over its positives of their weights in the negatives' gradient, the count of a pair.
     """
 
     recorded = 2
@@ -377,23 +377,23 @@ class NTXent(SoftmaxPairLoss):
 
     def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
         found = [self.softmax_of(stats, 0), _column(stats, 0)]
-        # pairs of all rows count the same, unless ...
+        # without class weights and per-anchor averages, pairs of all rows have equal counts
         is_uniform = self.reductions[0].weights is None and not self.reductions[0].per_anchor
         return found if is_uniform else [*found, _column(stats, 2)]
 
     def _tiny_that_counts(self) -> float:
-        """Return the number that PML adds to each ratio, or 0: between rows of unit length a ratio may never be so small that it counts."""
+        """Return the number that PML adds to each ratio, or 0 if it has no effect because ratios of unit-length rows are large enough."""
         distance, limits = self.loss.distance, torch.finfo(self.like.dtype)
         are_cosines = is_one_product(distance) and distance.normalize_embeddings and distance.p == 2
-        # of cosines, -log r < 2 / temperature + log(number of columns + 1)
+        # for cosines, -log r < 2 / temperature + log(number of columns + 1)
         most, counting = 2 * abs(self.scale) + _LOG_COLUMNS, math.log(limits.eps) - math.log(limits.tiny)
         return 0.0 if are_cosines and most < counting else float(limits.tiny)
 
 
 class SupCon(SoftmaxPairLoss):
-    """``l_i`` minus the mean of ``s_ip`` over the positives of each row. L over all its partners.
+    """``l_i`` minus the mean of ``s_ip`` over the positives of each row, with l over all its partners.
 
-    Statistics of a row: l, the count of the row, the same over its number of positives.
+    Statistics of a row: l, the count of the row, and the count divided by the row's number of positives.
     """
 
     has_kernels = True
@@ -414,7 +414,7 @@ class SupCon(SoftmaxPairLoss):
         maximum = torch.maximum(known[0], added[0])
         sums = []
         for own_maximum, sum_exp, total, number in (known, added):
-            # finite, for rows that have no entry
+            # stays finite for rows without entries
             shift = (own_maximum - maximum).clamp_min_(torch.finfo(maximum.dtype).min)
             sums.append((sum_exp * shift.exp(), total + number * shift, number))
         return maximum, *map(torch.add, *sums)
@@ -437,7 +437,7 @@ class SupCon(SoftmaxPairLoss):
 class MultiSimilarity(SoftmaxPairLoss):
     """``log(1 + sum exp(alpha (base - s_ip))) / alpha + log(1 + sum exp(beta (s_in - base))) / beta`` over positives and negatives.
 
-    The matrix comes times beta. Statistics of a row: the negatives' log-sum-exp, the count of the row, that of the positives.
+    The matrix is multiplied by beta. Statistics of a row: the negatives' log-sum-exp, the count of the row, the positives' log-sum-exp.
     """
 
     counts_pairs_once = True
@@ -458,7 +458,7 @@ class MultiSimilarity(SoftmaxPairLoss):
         return bool(loss.alpha > 0 and loss.beta > 0)
 
     def start(self, rows: int) -> formulas.Numbers:
-        # the 1 of the formula
+        # the constant 1 of the formula is one more entry
         one = self.like.new_ones(rows)
         return one * self._base, one, one * 0, one.clone()
 
@@ -472,7 +472,7 @@ class MultiSimilarity(SoftmaxPairLoss):
 
     def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
         found: list[Tensor] = []
-        for place in (0, 2):  # the largest entry and its softmax, of negatives and of positives
+        for place in (0, 2):  # the largest entry and its softmax, for negatives and for positives
             maximum = torch.maximum(known[place], added[place])
             sums = [(each[place] - maximum).exp_().div_(each[place + 1]) for each in (known, added)]
             found += maximum, torch.add(*sums).reciprocal_()
@@ -486,7 +486,7 @@ class MultiSimilarity(SoftmaxPairLoss):
         total, counts = reduce_rows(self.reductions[0], losses, labels)
         if counts is None:
             counts = torch.ones_like(losses)
-        # of the positives, relative to the entries themselves
+        # the third statistic is shifted so that it applies to entries without the base
         return [total], torch.stack([maximum + above, counts, positive_lse + self._base * self._ratio], 1)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
@@ -498,9 +498,9 @@ class MultiSimilarity(SoftmaxPairLoss):
 
 
 class Contrastive(PairLoss):
-    """``relu(d_ip - pos_margin)`` over positive pairs and ``relu(neg_margin - d_in)`` over negative ones (similarities: negated).
+    """``relu(d_ip - pos_margin)`` over positive pairs and ``relu(neg_margin - d_in)`` over negative pairs (similarities are negated).
 
-    Statistics of a row, unless pairs of all rows count the same: the counts of a positive and of a negative pair.
+    Statistics of a row, unless pairs of all rows have equal counts: the counts of a positive and of a negative pair.
     """
 
     sub_losses = ("pos_loss", "neg_loss")
@@ -525,7 +525,7 @@ class Contrastive(PairLoss):
         (_, margin), sign, (_, limits) = self.grad_options
         *both_numbers, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
         of_rows, of_columns = ((*map(torch.zeros_like, each), *each) for each in both_numbers)
-        none = grad[:, :0]  # there is no positive
+        none = grad[:, :0]  # the tile has no positives
         return of_rows, of_columns if both else None, [none, grad] if with_grads else []
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
@@ -562,12 +562,12 @@ class TripletMargin(PairLoss):
 
     @classmethod
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        # PML averages no triplets per anchor either
+        # PML does not average triplets per anchor either
         return not loss.swap and loss.triplets_per_anchor == "all" and not reductions[0].per_anchor
 
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        # else one positive of each row at a time: the host has to know how many times
+        # otherwise positives are processed one at a time, and the host must read how many there are
         return _can_sort(loss, reductions)
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
@@ -600,5 +600,5 @@ class TripletMargin(PairLoss):
 
 
 def _can_sort(loss: Any, reductions: Sequence[Reduction]) -> bool:
-    """Return whether sorted rows are enough: they give the sum of the losses above 0, and their number."""
+    """Return whether sorting rows is sufficient: it yields the sum of the losses above 0, and their number."""
     return not loss.smooth_loss and limits_of(reductions[0]) in (None, (0, None))

@@ -1,18 +1,18 @@
-"""Formulas of losses on a tile: pure functions of its matrix and its pairs, for each loss the numbers of rows and their gradient.
+"""Formulas of losses on a tile: pure functions of its matrix and its pairs that return the numbers of rows and their gradient.
 
-A formula is written once for all masks of pairs (``tiles``): on an accelerator of all columns, on the CPU of a band of columns, of a
-miner's names. No function here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
+A formula is written once for all masks of pairs (``tiles``): over all columns on an accelerator, over a band of columns on the CPU, or from
+pairs selected by a miner. No function here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
 
 Every ``*_rows`` returns numbers of the tile's rows, (T,) each. Every ``*_grad`` returns the gradient of the tile's entries, (T, C), plus
-that of the transposed entries if its terms have numbers of the columns.
+the gradient of the transposed entries if its terms contain numbers of the columns.
 
-Each operator on a tile is a launch and a pass over memory. Entries that do not count are overwritten once, with a number whose exponential
-is 0, and not weighed. Both softmaxes of an entry, of its row and of its column, are one exponential. The sum of exponentials of a row comes
-from its softmax: that of the largest entry is 1 over the sum.
+Each operator on a tile is a launch and a pass over memory. Entries that do not count are therefore overwritten once, with a number whose
+exponential is 0, instead of being multiplied by weights. The softmax of an entry in its row and the softmax in its column share one
+exponential. The sum of exponentials of a row is computed from its softmax: the softmax of the largest entry is 1 over the sum.
 
-``tile_compiler.TileCompiler`` compiles them (``compile_tiles=True``), and eager is the reference.
+``tile_compiler.TileCompiler`` compiles the functions (``compile_tiles=True``). Eager execution is the reference.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of the band that may hold positives.
+Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of the band that may contain positives.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from lightning_ddp_losses.losses.tiled.tiles import Keys, Masks, Triplets, masks
 
 Numbers = tuple[Tensor, ...]
 Limits = tuple[float | None, float | None]
-"""Bounds between which an element passes a reducer. None in place of both: all pass."""
+"""Bounds between which an element passes a reducer. ``None`` instead of a tuple means that all elements pass."""
 
-_LINEAR_FROM = 50.0  # exp(-x) is lost next to 1 from here on, in float64 too
-_CLOSE = 0.4  # of the range of exponents: sums so far below the largest entry lose nothing next to it
-_SORT_FROM = 12  # positives of a row, from which on sorting it is cheaper
+_LINEAR_FROM = 50.0  # from here on 1 + exp(-x) rounds to 1, also in float64
+_CLOSE = 0.4  # fraction of the exponent range: sums within it below the largest entry do not lose precision
+_SORT_FROM = 12  # number of positives of a row from which sorting is cheaper
 
 
 def _lowest(matrix: Tensor) -> float:
-    """Return the entry that does not count in a log-sum-exp: finite, so that a row without entries has a maximum."""
+    """Return the value for entries that do not count in a log-sum-exp. It is finite, so that a row without entries has a maximum."""
     return torch.finfo(matrix.dtype).min
 
 
@@ -46,14 +46,15 @@ def _lowest(matrix: Tensor) -> float:
 def log_sum_exps(values: Tensor, *, both: bool) -> tuple[Tensor, Tensor | None]:
     """Return the log-sum-exp of rows (T,) and, if ``both``, of columns (C,), of values (T, C) on the CPU.
 
-    Both are of one exponential of each entry, relative to the largest of all, if no row and no column is so small that it loses digits.
+    Both use a single exponential per entry, relative to the largest entry of all, unless a row or column is so small that it would lose
+    digits.
     """
     if both and values.numel():
         highest = values.max()
         exponentials = (values - highest).exp_()
         sums = exponentials.sum(1), exponentials.sum(0)
         smallest = min(float(each.min()) for each in sums)
-        if smallest > torch.finfo(values.dtype).tiny ** _CLOSE:  # not if any is nan
+        if smallest > torch.finfo(values.dtype).tiny ** _CLOSE:  # false if any sum is NaN
             of_rows, of_columns = (each.log_().add_(highest) for each in sums)
             return of_rows, of_columns
         del exponentials
@@ -61,24 +62,25 @@ def log_sum_exps(values: Tensor, *, both: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def _maximum_and_softmax(values: Tensor) -> Numbers:
-    """Return the maximum of rows and its softmax, (T,) each. A row without entries has the lowest number."""
+    """Return the maximum of rows and its softmax, (T,) each. The maximum of a row without entries is the lowest number."""
     return values.amax(1), values.softmax(1).amax(1)
 
 
 Term = Sequence[Tensor]
-"""Numbers of a tile's rows, (T, 1), and of its columns, (C,). Without the second the transposed entries have no gradient here."""
+"""Numbers of a tile's rows, (T, 1), and of its columns, (C,). Without numbers of columns, transposed entries are not included."""
 
 
 def softmax_grad(values: Tensor, softmaxes: Term, ratio: float = 1.0) -> Tensor:
-    """Return the softmax of ``ratio * values`` in rows, plus that in columns, (T, C), each times the count of the row or column.
+    """Return the softmax of ``ratio * values`` in rows plus the softmax in columns, (T, C), each times the count of its row or column.
 
     Args:
         values: (T, C).
-        softmaxes: Logarithms of the counts, less the log-sum-exps. If these are close (on the CPU, where a logarithm is dear): a number is
-            added to all values, (C,) third, and these are what their exponentials are multiplied by.
+        softmaxes: Logarithms of the counts minus the log-sum-exps. If the log-sum-exps are close to each other (on the CPU, where
+            logarithms are expensive), three tensors instead: factors of the exponentials for rows and for columns, and a number (C,) that
+            is added to all values.
         ratio: Factor of the values.
     """
-    # one exponential for both: fewer passes over memory, which bound the time of an accelerator
+    # one exponential serves both, which saves passes over memory (an accelerator is memory-bound)
     if len(softmaxes) == 3:
         of_rows, of_columns, shift = softmaxes
         return torch.add(shift, values, alpha=ratio).exp_().mul_(of_rows + of_columns)
@@ -87,12 +89,12 @@ def softmax_grad(values: Tensor, softmaxes: Term, ratio: float = 1.0) -> Tensor:
 
 
 def _of_both(term: Term) -> Tensor:
-    """Add a number of each entry's row to that of its column, (T, n) or (T, 1)."""
+    """Return the sum of the row's number and the column's number for each entry, (T, n), or (T, 1) if there are only rows."""
     return functools.reduce(torch.add, term)
 
 
 def _in_band(masks: Masks, term: Term) -> Term:
-    """Return a term of the entries that may be positives."""
+    """Return a term, restricted to the columns that may contain positives."""
     of_rows, *of_columns = term
     return of_rows, *map(masks.in_band, of_columns)
 
@@ -101,12 +103,12 @@ def _in_band(masks: Masks, term: Term) -> Term:
 
 
 def _passing(losses: Tensor, weights: Tensor, limits: Limits | None) -> Tensor:
-    """Return the weights of the pairs that pass, 0 for the others."""
+    """Return the weights of the pairs that pass, and 0 for all other pairs."""
     return weights if limits is None else weights * pass_limits(losses, *limits)
 
 
 def _recorded(losses: Tensor, weights: Tensor, limits: Limits | None) -> Numbers:
-    """Return the numbers that a reducer only records: of all pairs, and of those above the lower limit."""
+    """Return the counts that a reducer only records: of all pairs, and of pairs above the lower limit."""
     above = weights
     if limits is not None:
         above = weights * pass_limits(losses, limits[0], None)
@@ -117,24 +119,24 @@ def _recorded(losses: Tensor, weights: Tensor, limits: Limits | None) -> Numbers
 
 
 def supcon_rows(matrix: Tensor, keys: Keys) -> Numbers:
-    """Return the maximum, the sum of exponentials relative to it, the sum of the positives relative to it, the number of positives."""
+    """Return the maximum, the sum of exponentials and the sum of positives relative to it, and the number of positives."""
     masks = masks_of(keys)
     matrix = masks.without_strangers(matrix, _lowest(matrix))
     maximum = matrix.amax(1)
-    # relative to the row's largest entry, so that a positive which outweighs all others gives a loss of exactly 0
+    # relative to the row's largest entry, so that the loss is exactly 0 if one positive outweighs all other entries
     entries = matrix - maximum.unsqueeze(1)
     total = (masks.in_band(entries) * masks.positives).sum(1)
     return maximum, entries.exp_().sum(1), total, masks.number_of_positives(matrix)
 
 
 def supcon_grad(matrix: Tensor, keys: Keys, softmaxes: Term, shares: Term) -> Tensor:
-    """Return the softmax of the row, less the row's count spread over its positives.
+    """Return the softmax of the row minus the row's count distributed over its positives.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
         softmaxes: Same as for ``softmax_grad``.
-        shares: Count over the number of positives.
+        shares: Count divided by the number of positives.
     """
     masks = masks_of(keys)
     grad = softmax_grad(matrix, softmaxes)
@@ -145,16 +147,16 @@ def supcon_grad(matrix: Tensor, keys: Keys, softmaxes: Term, shares: Term) -> Te
 
 
 def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, records: bool) -> Numbers:
-    """Return the log-sum-exp of the negatives, and sums over the positives: of losses that pass, their number, their pull.
+    """Return the log-sum-exp of the negatives, and sums over the positives that pass: their pulls, their losses, and their number.
 
-    The pull of a pair is its part in the gradient of the negatives.
+    The pull of a pair is its weight in the gradient of the negatives.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
         limits: Limits of the reducer.
         tiny: Number that PML adds to a ratio.
-        records: True if the numbers that a reducer only records are wanted too.
+        records: True if the counts that a reducer only records are also required.
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
@@ -171,7 +173,7 @@ def ntxent_negatives(matrix: Tensor, keys: Keys) -> Tensor:
 def ntxent_positives(
     matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, records: bool, lse: Tensor
 ) -> Numbers:
-    """Return the other numbers of ``ntxent_rows``, from the log-sum-exp (T,) of all negatives of each row."""
+    """Return the remaining numbers of ``ntxent_rows``, given the log-sum-exp (T,) of all negatives of each row."""
     masks = masks_of(keys)
     return _ntxent_positives(matrix, masks.in_band(matrix), masks, limits, tiny, records, lse)
 
@@ -184,13 +186,13 @@ def _ntxent_positives(
     matrix: Tensor, entries: Tensor, masks: Masks, limits: Limits | None, tiny: float, records: bool, lse: Tensor
 ) -> Numbers:
     positives = masks.positives
-    # entries that are no positives lie so far above that they have no loss and no pull
+    # for entries that are not positives, the lowest number makes loss and pull zero
     below = masks.lowest_but(positives, lse.unsqueeze(1) - entries)
     losses, pulls = _ntxent_pair_(below, tiny)
     passing = _passing(losses, positives, limits)
     recorded = _recorded(losses, positives, limits) if records else ()
     number = masks.number_of_positives(matrix) if limits is None else passing.sum(1, dtype=matrix.dtype)
-    # each positive compares itself with all negatives of its row
+    # each positive is compared with all negatives of its row
     if limits is not None or masks.counted:
         losses, pulls = losses.mul_(passing), pulls.mul_(passing)
     return pulls.sum(1), losses.sum(1), number, *recorded
@@ -214,7 +216,7 @@ def ntxent_grad(
     negatives, entries = masks.split(matrix, _lowest(matrix))
     grad = softmax_grad(negatives, softmaxes)
     found = []
-    # of the rows, then of the columns
+    # pulls for the rows, then for the columns
     for lse, *weights in zip(*(_in_band(masks, term) for term in (lses, *counts)), strict=True):
         losses, pulls = _ntxent_pair_(lse - entries, tiny, wants_loss=limits is not None)
         if limits is not None:
@@ -226,12 +228,12 @@ def ntxent_grad(
 
 
 def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the loss of each pair (meaningless unless it is wanted), and minus its derivative by the pair's entry.
+    """Return the loss of each pair (undefined unless ``wants_loss``), and the negated derivative of the loss by the pair's entry.
 
     Args:
-        below: Log-sum-exp of the row less the entry. Overwritten.
-        tiny: Number that PML adds to a ratio. 0 if no ratio is so small that it counts.
-        wants_loss: True if the loss is wanted.
+        below: Log-sum-exp of the row minus the entry. Overwritten.
+        tiny: Number that PML adds to a ratio. 0 if no ratio is small enough for it to have an effect.
+        wants_loss: True if the loss is required.
     """
     if not tiny:
         # the ratio is r = sigmoid(-below), the loss -log(r), its derivative 1 - r
@@ -239,7 +241,7 @@ def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tup
         if wants_loss:
             losses = torch.nn.functional.softplus(below, threshold=_LINEAR_FROM)
         return losses, below.sigmoid_()
-    # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+    # torch.sigmoid becomes 0 where exp(-x) overflows, before r is negligible next to tiny
     ratio = torch.nn.functional.logsigmoid(-below).exp_()
     lifted = ratio + tiny
     # the loss is -log(r + tiny), its derivative (1 - r) r / (r + tiny)
@@ -251,14 +253,14 @@ def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tup
 
 
 def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float, with_one: bool = True) -> Numbers:
-    """Return the maximum of the negatives and its softmax, and those of the positives' exponents, ``(entry - base) * ratio``.
+    """Return the maximum of the negatives and its softmax, and the same of the positives' exponents ``(entry - base) * ratio``.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        base: Base of the exponents, as the entries are scaled.
+        base: Base of the exponents, scaled like the entries.
         ratio: Factor of the positives' exponents.
-        with_one: True if the formula's 1 counts among the entries of these columns. Else there must be a column.
+        with_one: True if the constant 1 of the formula is counted in these columns. If False, there must be at least one column.
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
@@ -266,7 +268,7 @@ def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float,
         exponents = masks.lowest_but(masks.positives, (entries - base).mul_(ratio))
         return *_maximum_and_softmax(negatives), *_maximum_and_softmax(exponents)
     exponents = masks.lowest_but(masks.same, (entries - base).mul_(ratio))
-    # the 1 of the formula is one more entry, exp(0), at s = base: in the place of the row with itself, else next to the others
+    # the constant 1 is an additional entry, exp(0) at s = base. It replaces the entry of the row with itself if there is one
     if masks.are_one_batch:
         negatives, exponents = masks.without_strangers(negatives, base), masks.fill_itself(exponents, 0)
     else:
@@ -278,15 +280,15 @@ def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float,
 def multi_similarity_grad(
     matrix: Tensor, keys: Keys, ratio: float, may_overflow: bool, of_negatives: Term, of_positives: Term
 ) -> Tensor:
-    """Return the softmax of the negatives, and minus that of the positives.
+    """Return the softmax of the negatives and the negated softmax of the positives.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
         ratio: Factor of the positives' exponents.
-        may_overflow: Whether the exponential of a pair that is no positive may be infinite. It is multiplied by 0.
+        may_overflow: True if the exponential of an entry that is not a positive may be infinite (it is later multiplied by 0).
         of_negatives: Offsets of the negatives' softmax.
-        of_positives: Those of the positives times ``ratio``, relative to the base.
+        of_positives: Offsets of the softmax of ``ratio`` times the positives. They include the base.
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
@@ -308,7 +310,7 @@ def contrastive_rows(
     limits: tuple[Limits | None, Limits | None],
     records: bool,
 ) -> tuple[Numbers, list[Tensor]]:
-    """Return sums of losses that pass and their number, and how often each pair has a loss that passes: of positives, then of negatives.
+    """Return sums of passing losses and their number, and how often each pair has a passing loss: for positives, then for negatives.
 
     Args:
         matrix: (T, C).
@@ -316,10 +318,10 @@ def contrastive_rows(
         margins: Margins of positives and negatives.
         sign: 1 for a distance, -1 for a similarity.
         limits: Limits of the reducers of positives and negatives.
-        records: True if the numbers that a reducer only records are wanted too.
+        records: True if the counts that a reducer only records are also required.
     """
     masks, (near, far) = masks_of(keys), margins
-    # the loss of a row with itself as a positive is 0
+    # ``near`` makes the loss of a row with itself as a positive 0
     matrix = masks.without_strangers(matrix, near)
     entries = masks.in_band(matrix)
     violations = (entries - near, far - matrix) if sign > 0 else (near - entries, matrix - far)
@@ -334,7 +336,7 @@ def contrastive_rows(
 def contrastive_negatives(
     matrix: Tensor, margin: float, sign: float, limits: Limits | None, records: bool
 ) -> tuple[Numbers, Numbers, Tensor]:
-    """Return the numbers of rows (T,) and of columns (C,), and how often each pair passes, of entries that are all negatives.
+    """Return the numbers of rows (T,) and of columns (C,), and how often each pair passes, for entries that are all negatives.
 
     Args:
         matrix: (T, C).
@@ -362,10 +364,10 @@ def contrastive_negatives(
 def _contrastive_kind(
     losses: Tensor, masks: Masks, limits: Limits | None, records: bool, *, are_positive: bool
 ) -> tuple[Numbers, Tensor]:
-    """Return the numbers of rows, and how often each pair passes, of violations of positives (T, b) or negatives (T, C)."""
+    """Return the numbers of rows, and how often each pair passes, given the violations of positives (T, b) or negatives (T, C)."""
     low, high = limits or (0.0, None)
     if high is None and low is not None and low >= 0 and not masks.counted:
-        # 0 stands for pairs that do not pass and for entries that are no such pairs
+        # 0 marks pairs that do not pass and entries that are not pairs of this kind
         kept = losses.mul_(masks.same_or_positives) if are_positive else masks.weigh_negatives_(losses)
         kept = torch.threshold_(kept, low, 0)
         total = kept.sum(1)
@@ -393,7 +395,7 @@ def contrastive_grad(
     near: Term,
     far: Term,
 ) -> Tensor:
-    """Return 1 for a pair with a loss that passes, with its sign, times the counts of a pair of its row and column.
+    """Return the signed gradient, whose size is the sum of the counts of a pair's row and column if its loss passes, else 0.
 
     Args:
         matrix: (T, C).
@@ -416,15 +418,15 @@ def contrastive_grad(
 
 
 def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | None) -> tuple[Numbers, Tensor]:
-    """Return minus the sum of the triplets' losses and their number, and the derivative of the sum, for ``relu`` of violations.
+    """Return the negated sum of the triplets' losses, their number, and the derivative of the sum, for ``relu`` of violations.
 
-    A row is sorted twice: how many negatives violate each positive, and how many positives each negative violates.
+    Each row is sorted twice, to count how many negatives violate each positive and how many positives each negative violates.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile, each counted once.
         margin: Margin of the loss.
-        limits: Limits of the reducer: None, or those of losses above 0.
+        limits: Limits of the reducer: None, or ``(0, None)`` for losses above 0.
 
     Returns:
         (T,) twice, and (T, C).
@@ -434,7 +436,7 @@ def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | 
     thresholds = masks.lowest_but(masks.positives, entries + margin)
     in_order = negatives.sort(1).values
     violating = torch.searchsorted(in_order, thresholds)
-    # how many thresholds lie above each negative. One above none adds no term (and may be infinite)
+    # how many thresholds are above each negative. A negative below none does not contribute (and may be infinite)
     counts = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
     violated = thresholds.shape[1] - counts
     pushed = torch.where(violated > 0, negatives, 0).double().mul_(violated).sum(1)
@@ -449,7 +451,7 @@ def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | 
 
 
 def sorting_is_cheaper(keys: Keys) -> bool:
-    """Return whether ``sorted_triplets`` is the cheaper way. The only one if the host does not know how many positives there are."""
+    """Return whether ``sorted_triplets`` is cheaper, or required because the host has not read how many positives there are."""
     masks = masks_of(keys)
     return not masks.counted and (masks.most_positives is None or masks.most_positives >= _SORT_FROM)
 
@@ -457,17 +459,17 @@ def sorting_is_cheaper(keys: Keys) -> bool:
 def triplets_one_by_one(
     matrix: Tensor, keys: Keys, margin: float, limits: Limits | None, smooth: bool, records: bool
 ) -> tuple[Numbers, Tensor]:
-    """Return minus the sum of the triplets' losses that pass and their number, and the derivative of the sum.
+    """Return the negated sum of the triplets' losses that pass, their number, and the derivative of the sum.
 
-    One positive of each row at a time is compared with all negatives of the row.
+    Each step compares one positive of every row with all negatives of the row.
 
     Args:
         matrix: (T, C).
-        keys: Pairs of the tile. The host knows how many positives a row has at most.
+        keys: Pairs of the tile, with ``most_positives`` set.
         margin: Margin of the loss.
         limits: Limits of the reducer.
         smooth: True if the loss is ``softplus`` of violations, else ``relu``.
-        records: True if the numbers that a reducer only records are wanted too.
+        records: True if the counts that a reducer only records are also required.
 
     Returns:
         (T,) of each number, and (T, C).
@@ -499,7 +501,7 @@ def triplets_one_by_one(
 def named_triplets(
     matrix: Tensor, triplets: Triplets, margin: float, limits: Limits | None, smooth: bool, records: bool
 ) -> tuple[Numbers, Tensor]:
-    """Return the same for triplets that a miner names."""
+    """Return the numbers and gradient of ``triplets_one_by_one`` for triplets that a miner selects."""
     anchors, positives, negatives = triplets
     violations = matrix[anchors, positives] - matrix[anchors, negatives] + margin
     losses, derivatives = _of_violations_(violations, smooth=smooth)

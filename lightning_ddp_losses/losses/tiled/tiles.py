@@ -1,16 +1,16 @@
-"""A tile: the distances of a few rows to all columns, and the masks that tell which of its entries are positives and negatives.
+"""A tile: the distances of a few rows to all columns, and masks of the positives and negatives among its entries.
 
-Distances are PML's by its own code, and the common ones as one matrix product. A matrix comes multiplied by ``scale``, which a loss would
-otherwise have to do in one more pass over memory.
+Distances are computed by PML's code, or by one matrix product for the common ones. A matrix is already multiplied by ``scale``, which would
+otherwise take the loss one more pass over memory.
 
-A formula of ``tile_functions`` is written once, for any of these masks:
+Each formula of ``tile_functions`` is written once and works with any of these masks:
 
 * ``WholePairs``: masks of all columns, from the labels of rows and columns. The host does not read them and never waits.
-* ``SortedPairs``: masks of a band of columns. Rows and columns are sorted by label, so the positives of a tile's rows lie in a few
-  neighbouring columns. Outside the band every entry is a negative. The host reads the bands once a call.
-* ``NamedPairs``: counts for all columns: how often a miner names each entry.
+* ``SortedPairs``: masks of a band of columns. Rows and columns are sorted by label, so the positives of a tile's rows are in a few
+  adjacent columns. Outside the band every entry is a negative. The host reads the bands once per call.
+* ``NamedPairs``: counts for all columns, i.e. how often a miner selects each entry.
 
-``NamedTriplets`` are no masks: each triplet has its own three rows.
+``NamedTriplets`` do not use masks: each triplet consists of three rows.
 
 Legend: ``T`` rows of a tile, ``C`` columns, ``D`` embedding size, ``b`` columns of a band, ``B`` rows on this rank.
 """
@@ -30,7 +30,7 @@ from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
 
-# torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
+# torch.cdist subtracts row by row if neither side has more rows than this, and otherwise multiplies matrices (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
 
 
@@ -38,12 +38,12 @@ _DIRECT_ROWS = 25
 
 
 class LabelKeys(NamedTuple):
-    """Tensors from which a compiled function makes its own masks, so that ``torch.compile`` fuses them with the rest.
+    """Tensors from which a compiled function builds its masks, so that ``torch.compile`` fuses them with the formula.
 
     Attributes:
         row_labels: (T,).
         column_labels: (C,).
-        own_columns: (T, 1), the column of each row itself. None: rows and columns are different samples.
+        own_columns: (T, 1), the column that contains each row itself. None if rows and columns are different samples.
     """
 
     row_labels: Tensor
@@ -52,19 +52,19 @@ class LabelKeys(NamedTuple):
 
 
 class Masks:
-    """Masks of a tile with pairs that follow from labels. Each is made when it is first needed.
+    """Masks of a tile whose pairs are determined by labels. Each mask is created on first use.
 
     Args:
         row_labels: (T,).
-        column_labels: (b,), of the band.
-        own_columns: (T, 1), the column in the band of each row itself, or the first of them, if they follow each other. None: rows and
-            columns are different samples.
-        band: The columns that may hold positives. None: all of them.
-        most_positives: The number of positives of the row with the most. None: the host does not know.
-        counts: (T,), the number of positives of each row. None: it is counted in the mask.
-        overwrites: The tile's matrix may be overwritten, with a band.
-        lowest: Returns the lowest number of the tile's dtype, 0-dim, which costs a launch. None: it is made from a Python number.
-        functional: The masks are made inside a compiled function.
+        column_labels: (b,), labels of the band.
+        own_columns: (T, 1), the column of the band that contains each row itself, or an int, the first of these columns, if they are
+            consecutive. None if rows and columns are different samples.
+        band: The columns that may contain positives. If None, all columns.
+        most_positives: The largest number of positives of any row. None if the host has not read it.
+        counts: (T,), the number of positives of each row. If None, the mask is summed.
+        overwrites: True if the tile's matrix may be overwritten. Applies only with a band.
+        lowest: Returns the lowest number of the tile's dtype, 0-dim, whose creation costs a launch. If None, a Python number is used.
+        functional: True if the masks are created inside a compiled function.
     """
 
     counted = False
@@ -85,7 +85,7 @@ class Masks:
         self._row_labels, self._column_labels, self._own_columns = row_labels.unsqueeze(1), column_labels, own_columns
         self.band, self.most_positives, self._counts = band, most_positives, counts
         self._overwrites, self._lowest, self._functional = overwrites, lowest, functional
-        # the CPU copies faster than it compares labels, or fills a part of a matrix
+        # on the CPU, copying is faster than comparing labels or filling part of a matrix
         self._copies = band is not None and row_labels.is_cpu
         self._same: Tensor | None = None
         self._positives: Tensor | None = None
@@ -97,14 +97,14 @@ class Masks:
 
     @property
     def same(self) -> Tensor:
-        """(T, b), entries of the same label, with the rows themselves."""
+        """(T, b), entries with equal labels, including each row with itself."""
         if self._same is None:
             self._same = self._row_labels == self._column_labels
         return self._same
 
     @property
     def positives(self) -> Tensor:
-        """(T, b), entries of the same label without the rows themselves. May take the memory of ``same``, which is then made again."""
+        """(T, b), entries with equal labels, excluding each row with itself. May reuse the memory of ``same``, which is then recomputed."""
         if self._positives is None:
             same, self._same = self.same, None
             if self._copies:
@@ -114,15 +114,15 @@ class Masks:
 
     @property
     def same_or_positives(self) -> Tensor:
-        """Either of both that exists, for values that are 0 or overwritten at the rows themselves."""
+        """``positives`` if they have been computed, else ``same``, for values that are 0 or overwritten at pairs of a row with itself."""
         return self.same if self._positives is None else self._positives
 
     def in_band(self, values: Tensor) -> Tensor:
-        """Return the part (T, b) or (b,) of values (T, C) or (C,) that may belong to positives. A view."""
+        """Return a view of the part (T, b) or (b,) of values (T, C) or (C,) that may belong to positives."""
         return values if self.band is None else values[..., self.band]
 
     def fill_itself(self, values: Tensor, fill: float) -> Tensor:
-        """Overwrite (T, b) values of the rows with themselves. Return them (in new memory inside a compiled function)."""
+        """Overwrite (T, b) values where a row is paired with itself, and return them (in new memory inside a compiled function)."""
         own = self._own_columns
         if own is None:
             return values
@@ -134,14 +134,14 @@ class Masks:
         return values.scatter_(1, own, fill)
 
     def without_strangers(self, matrix: Tensor, fill: float) -> Tensor:
-        """Return a matrix (T, C) with ``fill`` for entries that are no pairs. It may be overwritten."""
+        """Return a matrix (T, C) with ``fill`` in entries that are not pairs. May overwrite ``matrix``."""
         if self.band is None:
             return self.fill_itself(matrix, fill)
         self.fill_itself(self.in_band(matrix), fill)
         return matrix
 
     def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-        """Return (T, C) negatives, ``fill`` elsewhere, and the entries (T, b) that may be positives, which nothing overwrites."""
+        """Return (T, C) negatives, ``fill`` elsewhere, and the entries (T, b) that may be positives, which are not overwritten."""
         if self.band is None:
             return matrix.masked_fill(self.same, fill), matrix
         entries, negatives = self.in_band(matrix), matrix
@@ -153,13 +153,13 @@ class Masks:
         return negatives, entries
 
     def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
-        """Return a copy of values with the lowest number outside of a mask."""
+        """Return a copy of values with the lowest number outside the mask."""
         if self._lowest is None:
             return torch.where(mask, values, torch.finfo(values.dtype).min)
         return torch.where(mask, values, self._lowest())
 
     def weigh_negatives_(self, values: Tensor) -> Tensor:
-        """Multiply (T, C) values by how often each entry counts as a negative. Return them."""
+        """Multiply (T, C) values in place by how often each entry counts as a negative, and return them."""
         self._overwrite_same(self.in_band(values), 0)
         return values
 
@@ -174,13 +174,13 @@ class Masks:
         return matrix.shape[1] - self.same.sum(1, dtype=matrix.dtype)
 
     def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
-        """Subtract (T, b) values from the gradient of the positives, and clear that of entries that are no pairs. Return it."""
+        """Subtract (T, b) values from the gradient of the positives, zero the gradient of entries that are not pairs, and return it."""
         band = self.in_band(grad).addcmul_(values, self.same_or_positives, value=-1)
         filled = self.fill_itself(band, 0)
         return filled if self.band is None else grad
 
     def _overwrite_same(self, band: Tensor, fill: float) -> None:
-        """Overwrite (T, b) entries of the same label."""
+        """Overwrite (T, b) entries with equal labels."""
         if self._copies:
             band.copy_(torch.where(self.same, fill, band))
         else:
@@ -188,13 +188,13 @@ class Masks:
 
 
 class CountedMasks(Masks):
-    """Masks of a tile with pairs that a miner names, of all columns. It names no row with itself.
+    """Masks over all columns of a tile whose pairs are selected by a miner, which never pairs a row with itself.
 
     Args:
-        positives: (T, C), how often each entry is named as a positive.
-        negatives: (T, C), how often as a negative.
-        most_positives: The number of positives of the row with the most.
-        repeats_negatives: True if an entry may be named more than once as a negative.
+        positives: (T, C), how often each entry is selected as a positive.
+        negatives: (T, C), how often each entry is selected as a negative.
+        most_positives: The largest number of positives of any row.
+        repeats_negatives: True if an entry may be selected more than once as a negative.
     """
 
     counted = True
@@ -213,7 +213,7 @@ class CountedMasks(Masks):
 
     def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
         negatives = matrix.masked_fill(self.negatives == 0, fill)
-        # a negative that is named n times is as large as n of them
+        # a negative that is selected n times contributes like n negatives
         if self._repeats_negatives:
             negatives.add_(self.negatives.clamp(min=1).log_())
         return negatives, matrix
@@ -235,11 +235,11 @@ class CountedMasks(Masks):
 
 
 Keys = Masks | LabelKeys
-"""Pairs of a tile, as a formula gets them."""
+"""Pairs of a tile, in the form that a formula receives."""
 
 
 def masks_of(keys: Keys) -> Masks:
-    """Return the masks of a tile. Those of labels inside a compiled function are made here."""
+    """Return the masks of a tile. Inside a compiled function they are created here from labels."""
     if not isinstance(keys, LabelKeys):
         return keys
     return Masks(*keys, functional=True)
@@ -252,15 +252,15 @@ class Pairs:
     """Pairs of all rows and columns.
 
     Attributes:
-        row_order: (B,), the tiles' order of this rank's rows. None: as they are.
-        column_order: (C,), order of the columns. None: as they are.
+        row_order: (B,), the tiles' order of this rank's rows. If None, they are not reordered.
+        column_order: (C,), order of the columns. If None, they are not reordered.
     """
 
     row_order: Tensor | None = None
     column_order: Tensor | None = None
 
     def masks(self, rows: slice, *, overwrites: bool) -> Keys | Triplets:
-        """Return the masks, or the triplets, of some rows. ``overwrites``: the tile's matrix may be overwritten, with a band."""
+        """Return the masks, or the triplets, of some rows. If ``overwrites``, masks with a band may overwrite the tile's matrix."""
         raise NotImplementedError
 
 
@@ -268,7 +268,7 @@ class WholePairs(Pairs):
     """Pairs of all rows and columns, from labels.
 
     Args:
-        labels: (B,) of this rank's rows.
+        labels: (B,), labels of this rank's rows.
         column_labels: (C,).
         first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner), else None.
         like: Tensor of the tiles' dtype and device.
@@ -279,7 +279,7 @@ class WholePairs(Pairs):
         self, labels: Tensor, column_labels: Tensor, first: int | None, like: Tensor, *, compiled: bool
     ) -> None:
         self._labels, self._column_labels, self._first, self._compiled = labels, column_labels, first, compiled
-        # made by the first tile that needs it, for all of them
+        # created by the first tile that needs it and shared by all tiles
         self._lowest = functools.cache(lambda: like.new_full((), torch.finfo(like.dtype).min))
 
     def masks(self, rows: slice, *, overwrites: bool) -> Keys:
@@ -296,31 +296,31 @@ class WholePairs(Pairs):
 
 
 class SortedPairs(Pairs):
-    """Pairs of all rows and columns, from labels, with rows and columns sorted by them.
+    """Pairs of all rows and columns, from labels, with rows and columns sorted by label.
 
     Args:
-        labels: (B,) of this rank's rows.
+        labels: (B,), labels of this rank's rows.
         column_labels: (C,).
         first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner), else None.
-        all_labels: (G,) of all ranks' rows.
+        all_labels: (G,), labels of all ranks' rows.
 
     Attributes:
-        matching: The number of pairs of all ranks' rows and columns that have the same label, each row with itself included.
+        matching: Over all ranks' rows, the number of pairs of a row and a column with equal labels, including each row with itself.
     """
 
     def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None, all_labels: Tensor) -> None:
-        if labels.dtype == torch.bool:  # torch does not search among these
+        if labels.dtype == torch.bool:  # torch.searchsorted does not support bool
             labels, column_labels, all_labels = labels.byte(), column_labels.byte(), all_labels.byte()
         self._labels, self.row_order = torch.sort(labels, stable=True)
         self._columns, self.column_order = torch.sort(column_labels, stable=True)
-        # the positives of a row are the columns from the first to the last of its label
+        # the positives of a row are the columns from the first to the last with its label
         starts = torch.searchsorted(self._columns, self._labels)
         stops = torch.searchsorted(self._columns, self._labels, right=True)
         self._own_columns: Tensor | None = None
         self._positive_counts = stops - starts
         if first is not None:
             self._positive_counts -= 1
-            # columns of the rows themselves, after sorting
+            # the column of each row itself, after sorting
             places = torch.empty_like(self.column_order)
             places[self.column_order] = torch.arange(len(places), device=places.device)
             self._own_columns = places[first : first + len(labels)][self.row_order].unsqueeze(1)
@@ -342,28 +342,28 @@ class SortedPairs(Pairs):
 
 
 class NamedPairs(Pairs):
-    """Pairs that a miner names.
+    """Pairs that a miner selects.
 
     Args:
-        tuples: (anchor, positive, negative), or (anchor, positive, anchor, negative): anchors count this rank's rows, the others
-            columns.
+        tuples: (anchor, positive, negative), or (anchor, positive, anchor, negative). Anchors are indices of this rank's rows, positives
+            and negatives are indices of columns.
         rows: B.
         columns: C.
         dtype: Dtype of the counts.
-        once: A pair counts once, however often it is named.
+        once: True if a pair counts once, however often it is selected.
 
     Attributes:
-        contradict: True if a pair is named as a positive and as a negative. Known if each counts once.
+        contradict: True if a pair is selected both as a positive and as a negative. Determined only if ``once``.
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int, columns: int, dtype: torch.dtype, *, once: bool) -> None:
         anchors, positives, *rest = tuples
         negative_anchors, negatives = (anchors, *rest) if len(rest) == 1 else rest
         self._columns, self._dtype, self._once = columns, dtype, once
-        # places in the flattened matrix of all pairs, sorted, so that those of a tile are neighbours
+        # sorted indices into the flattened matrix of all pairs, so that the pairs of a tile are contiguous
         pairs = ((anchors, positives), (negative_anchors, negatives))
         self._places = [torch.sort(own * columns + others).values for own, others in pairs]
-        # the first place of each row, and the end of the last one. With both flags in one transfer to the host
+        # start of each row's indices and end of the last row, transferred to the host together with both flags
         ends = torch.arange(rows + 1, device=anchors.device) * columns
         starts = [torch.searchsorted(places, ends) for places in self._places]
         repeats = (self._places[1].diff() == 0).any().view(1)
@@ -382,7 +382,7 @@ class NamedPairs(Pairs):
         return CountedMasks(positives, negatives, longest, repeats_negatives=self._repeats_negatives)
 
     def _counts(self, rows: slice, kind: int) -> Tensor:
-        """Count how often each entry of some rows is named, (T, C): as a positive (0) or a negative (1)."""
+        """Count how often each entry of some rows is selected, (T, C), as a positive (kind 0) or a negative (kind 1)."""
         starts = self._starts[kind]
         places = self._places[kind][starts[rows.start] : starts[rows.stop]] - rows.start * self._columns
         counts = torch.zeros(rows.stop - rows.start, self._columns, dtype=self._dtype, device=places.device)
@@ -395,24 +395,24 @@ class NamedPairs(Pairs):
 
 
 def _have_common(places: Tensor, others: Tensor) -> Tensor:
-    """Return whether two ascending lists have a place in common, 0-dim."""
+    """Return whether two ascending lists have an element in common, 0-dim."""
     if not len(others):
         return torch.zeros((), dtype=torch.bool, device=places.device)
     return (others[torch.searchsorted(others, places).clamp_max(len(others) - 1)] == places).any()
 
 
 class NamedTriplets(Pairs):
-    """Triplets that a miner names, for a loss over triplets.
+    """Triplets that a miner selects, for a loss over triplets.
 
     Args:
-        tuples: (anchor, positive, negative): anchors count this rank's rows, the others columns.
+        tuples: (anchor, positive, negative). Anchors are indices of this rank's rows, positives and negatives are indices of columns.
         rows: B.
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int) -> None:
         self._anchors, order = torch.sort(tuples[0], stable=True)
         self._positives, self._negatives = tuples[1][order], tuples[2][order]
-        # the first triplet of each row, and the end of the last one
+        # start of each row's triplets, and end of the last row
         ends = torch.arange(rows + 1, device=self._anchors.device)
         self._starts: list[int] = torch.searchsorted(self._anchors, ends).tolist()
 
@@ -423,7 +423,7 @@ class NamedTriplets(Pairs):
 
 
 class Triplets(NamedTuple):
-    """Triplets of a tile, (n,) each: the row of the tile and two columns."""
+    """Triplets of a tile, (n,) each: a row of the tile and two columns."""
 
     anchors: Tensor
     positives: Tensor
@@ -431,13 +431,13 @@ class Triplets(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A few rows against all columns, or some.
+    """A few rows against all columns, or against some of them.
 
     Attributes:
-        matrix: (T, C), scaled distances. The formulas of a loss may overwrite entries of rows with themselves, and with a band all.
+        matrix: (T, C), scaled distances. The formulas may overwrite entries of rows with themselves, and all entries if there is a band.
         rows: Rows of this rank.
         keys: Its pairs.
-        columns: Its columns. None: all.
+        columns: Its columns. If None, all columns.
     """
 
     matrix: Tensor
@@ -450,13 +450,13 @@ class Tile(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Rows, or columns, of a tile on their way to a gradient.
+    """Rows or columns of a tile, with the sums from which their gradient is computed.
 
     Attributes:
         kept: n rows, from ``kept_rows`` or ``kept_columns``.
-        sums: (n, D), sums that ``vjp_`` adds to, zeros at first. None: not wanted.
-        as_columns: Rows of the tile from ``kept_columns``, if the sums of its columns are those of rows too. None: they are not.
-        first: The first of the columns with sums, (n - first, D).
+        sums: (n, D), sums that ``vjp_`` adds to, initially zeros. None if they are not required.
+        as_columns: Rows of the tile in the form of ``kept_columns``, if its columns are added to the sums of rows. Otherwise None.
+        first: Index of the first column that has sums. These are then (n - first, D).
     """
 
     kept: products.Operand
@@ -473,13 +473,13 @@ class Side(NamedTuple):
 
 
 class TileDistance:
-    """Any distance of pytorch-metric-learning on tiles, by its own ``compute_mat`` and autograd.
+    """Any distance of pytorch-metric-learning on tiles, computed by its ``compute_mat`` and autograd.
 
     Args:
         distance: The loss's distance.
 
     Attributes:
-        needs_matrix_in_vjp: ``vjp_`` reads the matrix itself beside its gradient.
+        needs_matrix_in_vjp: True if ``vjp_`` reads the matrix in addition to its gradient.
     """
 
     needs_matrix_in_vjp: bool = False
@@ -490,14 +490,14 @@ class TileDistance:
 
     @torch.no_grad()
     def prepare(self, embeddings: Tensor) -> products.Operand:
-        """Return (n, D) embeddings as they are compared, without graph. Divided by their lengths if the distance does so."""
+        """Return (n, D) embeddings as they are compared, without a graph, normalized if the distance normalizes them."""
         distance = self._distance
         if distance.normalize_embeddings and distance.p != 2:
             return products.Operand(distance.normalize(embeddings))
         return products.Operand.prepare(embeddings, self._form, normalize=distance.normalize_embeddings)
 
     def prepare_vjp(self, embeddings: Tensor, prepared: products.Operand, grad: Tensor) -> Tensor:
-        """Return the gradient of (n, D) embeddings, from the sums of their prepared rows."""
+        """Return the gradient of (n, D) embeddings, given the gradient of their prepared rows."""
         if self._distance.normalize_embeddings and prepared.lengths is None:
             with own_graph():
                 leaf = embeddings.detach().requires_grad_()
@@ -508,40 +508,40 @@ class TileDistance:
         return grad
 
     def kept_rows(self, prepared: products.Operand) -> products.Operand:
-        """Return the kept form of this rank's rows."""
+        """Return this rank's rows in the form in which they are stored."""
         return prepared
 
     def kept_columns(self, prepared: products.Operand) -> products.Operand:
-        """Return the kept form of the columns."""
+        """Return the columns in the form in which they are stored."""
         return prepared
 
     def row_bytes(self, columns: int, like: Tensor) -> int:
-        """Return how many bytes one row of a tile takes, of rows ``like`` these."""
+        """Return the size in bytes of one row of a tile, for embeddings with the width and dtype of ``like``."""
         entries = columns
         if DISTANCES[type(self._distance)].form == "differences":  # PML subtracts row by row: (T, C, D)
             entries *= like.shape[1]
         return entries * like.element_size()
 
     def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
-        """Compute (T, C), ``scale`` times the distances of kept rows and columns, into ``out``."""
+        """Compute (T, C), ``scale`` times the distances between stored rows and columns, into ``out``."""
         return torch.mul(self._compute(rows.rows, columns.rows), scale, out=out)
 
     def rows_grad_(self, rows: products.Operand, sums: Tensor) -> Tensor:
-        """Return the sums (n, D) of the prepared rows, from those that ``vjp_`` has added up for the kept ones. Overwrite these."""
+        """Convert the sums that ``vjp_`` added up for the stored rows into gradients (n, D) of the prepared rows. Overwrites ``sums``."""
         return sums
 
     def columns_grad_(self, columns: products.Operand, sums: Tensor) -> Tensor:
-        """Return the same for columns."""
+        """Convert the sums of the stored columns in the same way."""
         return sums
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        """Add a matrix's gradients to rows and columns. ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
+        """Add the contribution of a matrix's gradient to the sums of rows and columns, which ``rows_grad_`` and ``columns_grad_`` convert.
 
         Args:
-            rows: Rows of the tile. Their sums are always wanted.
+            rows: Rows of the tile. Their sums are always required.
             columns: Its columns.
             scale: Same as in ``matrix``.
-            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it. May be overwritten.
+            matrix: (T, C), the result of ``matrix``, possibly modified by an earlier call. May be overwritten.
             matrix_grad: (T, C), may be overwritten.
         """
         with own_graph():
@@ -558,7 +558,7 @@ class TileDistance:
 
 
 class DotProduct(TileDistance):
-    """Similarity as a product: two matrix products."""
+    """Similarity as a product of rows. Its gradient is two matrix products."""
 
     def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
         return torch.addmm(out, rows.rows, columns.rows.T, beta=0, alpha=scale, out=out)
@@ -569,7 +569,7 @@ class DotProduct(TileDistance):
 
 
 class TensorCoreProduct(TileDistance):
-    """The same of bf16 rows, on tensor cores."""
+    """Similarity as a product of bf16 rows, on tensor cores."""
 
     _form = "bf16"
 
@@ -589,10 +589,10 @@ class TensorCoreProduct(TileDistance):
 
 
 class EuclideanDistance(TileDistance):
-    """Euclidean distance as torch computes it for many rows: the root of |x|^2 - 2xy + |y|^2, in one matrix product.
+    """Euclidean distance as torch computes it for many rows: the square root of |x|^2 - 2xy + |y|^2, in one matrix product.
 
-    Kept rows are (-2x, 1, |x|^2), kept columns (y, |y|^2, 1): products of the matrix's gradient with these sum up at once what multiplies
-    a row's partners and what multiplies the row itself.
+    Stored rows are (-2x, 1, |x|^2), and stored columns are (y, |y|^2, 1). A product of the matrix's gradient with these yields both the
+    weighted sum of a row's partners and the factor of the row itself.
     """
 
     needs_matrix_in_vjp = True  # the root's derivative divides by the distance
@@ -618,7 +618,7 @@ class EuclideanDistance(TileDistance):
         return out
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        # gradient over |scale x distance|, 0 if points coincide. The rest of scale x scale has its sign
+        # gradient divided by |scale x distance|, 0 if points coincide. ``factor`` restores the scale and its sign
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
         factor = scale * abs(scale)
@@ -627,7 +627,7 @@ class EuclideanDistance(TileDistance):
             columns.addmm_(ratio.T, rows, -factor)
 
     def rows_grad_(self, rows: products.Operand, sums: Tensor) -> Tensor:
-        # of r_ij (x_i - y_j): the sum of r_ij y_j is there, and that of r_ij next to it
+        # the gradient is the sum of r_ij (x_i - y_j). ``sums`` contains the sums of r_ij y_j and, in the last column, of r_ij
         return sums[:, :-2].addcmul_(rows.rows[:, :-2], sums[:, -1:], value=0.5)
 
     def columns_grad_(self, columns: products.Operand, sums: Tensor) -> Tensor:
@@ -635,7 +635,7 @@ class EuclideanDistance(TileDistance):
 
 
 def is_one_product(distance: Any) -> bool:
-    """Return whether tiles of a distance are products of rows with rows, which may run on tensor cores."""
+    """Return whether tiles of a distance are products of rows with rows, which can run on tensor cores."""
     facts = DISTANCES.get(type(distance))
     return facts is not None and facts.form == "product" and bool(distance.power == 1)
 
@@ -644,8 +644,8 @@ def tile_distance(distance: Any, columns: int, form: products.ProductForm = "flo
     """Choose how tiles of a distance are computed.
 
     Args:
-        distance: One of pytorch-metric-learning's own.
-        columns: C. Torch computes Euclidean distances of few rows another way.
+        distance: A distance of pytorch-metric-learning.
+        columns: C. For few rows, torch computes Euclidean distances in a different way.
         form: Form of plain products of rows.
     """
     if is_one_product(distance):
