@@ -28,8 +28,8 @@ gradients are stored in temporary files.
 A loss that is a sum is diagnosed term by term (`terms`): in a counterfactual run all terms but one are switched off in backward.
 
 To add a fault, write a function in `rules`, add it to one of the stages (or ``DESYNC_RULES``), add a case to ``faults.yaml``, and add a
-small module with the fault to ``tests/audit``. A rule reads fields of `RankRecord`, which the `recorder` fills, and requests further runs through
-`AuditContext`.
+small module with the fault to ``tests/audit``. A rule reads fields of `RankRecord`, which the `recorder` fills, and requests further runs
+through `AuditContext`.
 """
 
 from lightning_ddp_losses.audit.api import assert_parity, audit
