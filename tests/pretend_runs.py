@@ -562,7 +562,7 @@ def _loss(device: Device, name: str, sizes: list[int] | None = None) -> Found:
 
 
 def _plain_loss(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    value: Tensor = module.loss(*args, **kwargs)  # type: ignore[operator]
+    value: Tensor = module.wrapped(*args, **kwargs)  # type: ignore[operator]
     return value
 
 

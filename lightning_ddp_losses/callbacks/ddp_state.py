@@ -8,6 +8,7 @@ of all ranks, `explain_gradient` and `explain_desync` find the reason. After a s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -56,7 +57,7 @@ class DDPSnapshot:
     def __init__(self, runner: CheckRunner) -> None:
         self._runner = runner
         self._handle: Any = None
-        self._counted: DistributedDataParallel | None = None
+        self._counted: weakref.ref[DistributedDataParallel] | None = None  # an earlier DDP is freed
         self.batch_end()
         ignored: Any = () if self.ddp is None else self.ddp.parameters_to_ignore
         # all parameters, and the parameters on which DDP has hooks
@@ -80,10 +81,13 @@ class DDPSnapshot:
     def batch_end(self) -> None:
         """Reset the counters of a step, also if `DDPLossStrategy` has wrapped the model again because parameters were frozen."""
         ddp = self.ddp
-        if ddp is not self._counted:
+        counted = None if self._counted is None else self._counted()
+        if ddp is not counted:
             self.close()
-            self._counted = ddp
-            self._handle = None if ddp is None else ddp.register_forward_pre_hook(self._count_forward)
+            self._counted = self._handle = None
+            if ddp is not None:
+                self._counted = weakref.ref(ddp)
+                self._handle = ddp.register_forward_pre_hook(self._count_forward)
         self.forwards = 0
         self.gradients: dict[str, StartedGradients] = {}
 

@@ -31,7 +31,10 @@ PATIENCE = 90.0  # for peers on a busy machine
 
 
 def waits_for_the_next_step(case: Case) -> bool:
-    if case.fault == "F59" or case.subject is data_cases.LateMean:  # told at the end of training
+    if case.fault == "F59" or case.subject in (
+        data_cases.LateMean,
+        data_cases.LateShape,
+    ):  # told at the end of training
         return False
     return CheckStage.AFTER_STEP in getattr(lightning_ddp_losses, case.check).stages
 

@@ -330,9 +330,12 @@ def test_a_finding_of_each_fault_ends_with_its_command(fault: str) -> None:
     assert find_page([fault])
 
 
+NEED_TRITON = ("kernels.element_kernels", "kernels.launches")
+
+
 def every_error(root: type[DDPLossError] = DDPLossError) -> list[type[DDPLossError]]:
     for module in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses."):
-        if not module.name.endswith(("__main__", "hf_trainer", "sentence_transformers")):
+        if not module.name.endswith(("__main__", "hf_trainer", "sentence_transformers", *NEED_TRITON)):
             importlib.import_module(module.name)
     found = [root]
     for each in found:
@@ -409,7 +412,7 @@ import lightning_ddp_losses
 from lightning_ddp_losses.cli.manual import run_explain
 
 for module in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses."):
-    of_others = (".testing", ".__main__", ".hf_trainer", ".sentence_transformers")
+    of_others = (".testing", ".__main__", ".hf_trainer", ".sentence_transformers", ".element_kernels", ".launches")
     if not any(part in module.name for part in of_others):
         importlib.import_module(module.name)
 print([run_explain(topic.split()) for topic in ("GlobalBatchLoss", "loss is nan", "parity", "qqqqq")])

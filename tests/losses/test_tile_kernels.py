@@ -43,24 +43,36 @@ FUNCTIONS = {
 }
 
 
+def multiply_(result: Any, factor: float) -> None:
+    """Multiply all tensors of a result."""
+    if isinstance(result, Tensor):
+        result.mul_(factor)
+    for part in result if isinstance(result, tuple) else ():
+        multiply_(part, factor)
+
+
 class FakeKernels:
     """Stands in the place of the kernels of this rank.
 
     Attributes:
         asked: Names of the functions that were called.
         error: Kernels fail with it. None: they do not.
+        factor: Kernels return their numbers times it.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.error: Exception | None = None
+        self.factor = 1.0
 
     def launch_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def launch(*args: Any) -> Any:
             self.asked.append(function.__name__)
             if self.error is not None:
                 raise self.error
-            return function(*args)
+            result = function(*args)
+            multiply_(result, self.factor)
+            return result
 
         return launch
 
@@ -287,6 +299,30 @@ def test_where_a_kernel_fails_on_one_rank_all_are_eager(pool: RankPool, name: st
         assert rank["asked"] == [tried, 0, 0]
         assert rank["last size"] == rank["eager size"]
         torch.testing.assert_close(rank["found"], rank["eager"], rtol=0, atol=0)
+
+
+def with_kernels_that_are_wrong(name: str, factor: float) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """A call where the kernels of rank 1 return other numbers."""
+    loss, eager = both_of(name)
+    with warnings.catch_warnings(record=True) as said, with_kernels() as fake:
+        warnings.simplefilter("always")
+        fake.factor = factor if dist.get_rank() == 1 else 1.0
+        found = numbers_of(loss)
+        return found, numbers_of(eager), [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_kernel_with_other_numbers_on_one_rank_is_not_taken(pool: RankPool, name: str) -> None:
+    first, second = pool.run(2, with_kernels_that_are_wrong, name, 1.01)
+    (said,) = first[2]
+    assert f"a kernel failed on rank 1 (KernelError: {FUNCTIONS[name][0]}: result" in said
+    assert not second[2]
+    for found, eager, _ in (first, second):
+        torch.testing.assert_close(found, eager, rtol=0, atol=0)
+    # rounding is allowed
+    for found, eager, said_of_rank in pool.run(2, with_kernels_that_are_wrong, name, 1 + 1e-6):
+        torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-4)
+        assert not said_of_rank
 
 
 @pytest.mark.parametrize("name", MAKE)

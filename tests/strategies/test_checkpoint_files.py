@@ -146,7 +146,7 @@ class Wrapped(Job):
 OTHERS: dict[str, tuple[Callable[[], Job], tuple[str, ...]]] = {
     "another loss of the same shape": (Cosine, ("CosFaceLoss", "got loss: ArcFaceLoss")),
     "other classes": (OtherClasses, ("size mismatch for loss.W", f"{TASK.classes + 2}")),
-    "another place": (Wrapped, ("Missing key", "arc.loss.W")),
+    "another place": (Wrapped, ("Missing key", "arc.W")),
     "another optimizer": (WithAdam, ()),
 }
 

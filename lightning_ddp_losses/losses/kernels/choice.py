@@ -1,9 +1,10 @@
 """Which tiles hand-written kernels compute (``compile_tiles="auto"``): all ranks' or none's.
 
 Each rank says in the exchange that a call has anyway whether it has kernels for its rows. All ranks then know whether all have, and how
-large the call is. The first call of a kind tries the kernels on a tile of fixed size, and the ranks exchange the outcome
-(``TileCompiler.rehearse``). If it failed on any, all ranks take the eager path from that call on, and rank 0 warns. If a kernel fails
-later (a shape of its own is compiled then), that rank computes the rest of the call eagerly and warns, and all ranks do from the next call.
+large the call is. The first call of a kind tries the kernels on a tile of fixed size, compares their numbers with those of torch's
+operators, and the ranks exchange the outcome (``TileKernels.rehearse``). If it failed on any rank, all ranks are eager from that call on,
+and rank 0 warns. If a kernel fails later, when it is compiled for another shape, that rank computes the remaining tiles of the call
+eagerly and warns, and all ranks do from the next call.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
+from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import expect_option
-from lightning_ddp_losses.losses.tile_compiler import KernelError, TileCompiler
+from lightning_ddp_losses.losses.tile_compiler import KernelError, Rehearsal, TileCompiler
 
 CompileTiles: TypeAlias = bool | Literal["auto"]
 """The user's option: eager, ``torch.compile``, or kernels where they pay."""
@@ -30,6 +33,9 @@ to launch an operator.
 """
 
 _KERNEL_DTYPES = (torch.float32,)
+_LARGEST_DIFFERENCE = (
+    1e-3  # of a kernel's numbers, relative to the largest: far above the rounding of float32 and of two terms of bf16
+)
 _OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
 
 
@@ -64,8 +70,50 @@ class TileKernels(TileCompiler):
             )
             return function(*args)
 
+    def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
+        """Try the kernels of a kind of call at the first such call, and compare their numbers with the functions'. All ranks together.
+
+        Args:
+            title: How messages name the loss.
+            kind: Dependencies of the kernels. The same on all ranks.
+            rehearsal: Calls the functions that it is given on a ``rehearsed_tile``.
+            group: Process group.
+
+        Communication: one handshake for a new kind.
+        """
+        super().rehearse(title, kind, lambda _: rehearsal(self._run_compared), group)
+
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return launch_of(function)(*args)
+
+    def _run_compared(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a kernel and its function, and return what the kernel gives.
+
+        Raises:
+            KernelError: if their numbers differ by more than rounding.
+        """
+        # both may overwrite the tile
+        expected = _numbers(function(args[0].clone(), *args[1:]))
+        result = self._run(function, *args)
+        for place, (ours, theirs) in enumerate(zip(_numbers(result), expected, strict=True)):
+            difference = float((ours - theirs).abs().max())
+            allowed = _LARGEST_DIFFERENCE * float(theirs.abs().max())
+            if not difference <= allowed:
+                raise KernelError(
+                    f"{function.__name__}: result {place} of its kernel differs by {difference:.1e}, more than rounding ({allowed:.1e})"
+                )
+        return result
+
+
+def _numbers(result: Any) -> list[Tensor]:
+    """Return the tensors of a function's result in float32. A gradient in two terms of bf16 is their sum."""
+    if result is None:
+        return []
+    if isinstance(result, Tensor):
+        return [result.float()]
+    if all(isinstance(term, Tensor) and term.dtype == torch.bfloat16 for term in result):
+        return [torch.stack([term.float() for term in result]).sum(0)]
+    return [number for part in result for number in _numbers(part)]
 
 
 def launch_of(function: Callable[..., Any]) -> Callable[..., Any]:
