@@ -492,7 +492,7 @@ def _ratio_of(part: float, total: float) -> float:
 
 
 def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> Tensor | None:
-    """Sum the products of ours, theirs and their difference in float64, piece by piece. With ``start``, sum those of both changes.
+    """Sum the products of ours, theirs and their difference in float64, piece by piece. With ``start``, use the changes of both since then.
 
     Returns:
         Inner products of the three with each other, or None if different elements are not finite.

@@ -178,7 +178,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def loss_kinds(losses: Iterable[FoundLoss]) -> list[str]:
-    """Return ``name: class`` of each loss. If a loss wraps another one to evaluate it over all ranks, the inner class is used."""
+    """Return ``name: class`` of each loss, with the inner class if a loss only evaluates another over all ranks or divides its classes."""
     found = []
     for loss in losses:
         module = uncompiled(loss.module)
