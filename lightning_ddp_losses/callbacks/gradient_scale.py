@@ -39,6 +39,7 @@ from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.fault_rules import FAULT_OF_CUT, Scale, fault_of_scale, scale_of
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
+from lightning_ddp_losses.core.transparent import all_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -312,7 +313,7 @@ def _can_be_copied(module: LightningModule) -> bool:
     if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
         return False
     num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    is_compiled = any(compat.uncompiled(inner) is not inner for inner in module.modules())  # a copy would be recompiled
+    is_compiled = any(compat.uncompiled(inner) is not inner for inner in all_modules(module))  # a copy would be recompiled
     return num_bytes <= MAX_BYTES and not is_compiled
 
 

@@ -192,7 +192,9 @@ def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile``'s wrapper, or the module itself."""
-    return cast("nn.Module", getattr(module, "_orig_mod", module))
+    # not by the attribute alone: a module that shares the submodules of a compiled one has it too
+    is_compiled = any(base.__name__ == "OptimizedModule" for base in type(module).__mro__)
+    return cast("nn.Module", getattr(module, "_orig_mod", module)) if is_compiled else module
 
 
 def is_ddp_ignored(tensor: Tensor) -> bool:

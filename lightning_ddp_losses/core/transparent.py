@@ -14,19 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.errors import ConfigurationError, expect
 
 T = TypeVar("T", bound="TransparentWrapper")
 _WRAPPED = "wrapped"
+_TENSOR_NAMES = "_tensor_names"
+_SHARED_METHODS = ("reset_parameters",)  # torch's name for what sets the weights of one module
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module inside a wrapper that has its names. None for any other module."""
     found: nn.Module | None = vars(module).get(_WRAPPED) if isinstance(module, TransparentWrapper) else None
     return found
+
+
+def _is_method(module: nn.Module, name: str) -> bool:
+    """Return whether a module's class defines the name as a method, and the module has nothing else in its place."""
+    return name not in vars(module) and callable(getattr(type(module), name, None))
 
 
 def all_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -56,8 +63,8 @@ def saved_names(module: nn.Module, saved: Collection[str]) -> dict[str, str]:
 class TransparentWrapper(nn.Module):
     """A module with the names of the one inside it, which it does not register.
 
-    Public attributes of the wrapped module, its methods apart, are read and set through the wrapper too, unless the wrapper has one of
-    that name.
+    Public attributes of the wrapped module are read, set and deleted through the wrapper too, unless the wrapper has one of that name.
+    Of its methods only ``reset_parameters`` is read. A class with a constructor of its own cannot set what the wrapped module has.
 
     Class attributes:
         old_name: Name under which earlier versions registered the wrapped module. Keys of their state dicts are renamed when they are
@@ -72,8 +79,11 @@ class TransparentWrapper(nn.Module):
 
     def wrap_(self, module: nn.Module) -> None:
         """Take the tables of a module, in place of those that this one has."""
-        vars(self).update(compat.shared_tables(module))
+        tables = compat.shared_tables(module)
+        vars(self).update(tables)
         vars(self)[_WRAPPED] = module
+        # pruning and the like put another tensor in the place of one of these
+        vars(self)[_TENSOR_NAMES] = frozenset([*tables["_parameters"], *tables["_buffers"]])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -89,7 +99,7 @@ class TransparentWrapper(nn.Module):
             wrapped = wrapped_module(self)
             if wrapped is None or name[0] == "_":
                 raise
-        is_method = callable(getattr(type(wrapped), name, None))
+        is_method = name not in _SHARED_METHODS and _is_method(wrapped, name)
         if not is_method and hasattr(wrapped, name):
             return getattr(wrapped, name)
         if name == self.old_name:
@@ -98,29 +108,58 @@ class TransparentWrapper(nn.Module):
         if is_method:
             kind = type(wrapped).__name__
             text += (
-                f". {kind}.{name} computes on the rows of this rank: call it as `.{_WRAPPED}.{name}` if that is meant"
+                f". {kind}.{name} knows only the rows of this rank: call it as `.{_WRAPPED}.{name}` if that is meant"
             )
         raise AttributeError(text, name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         wrapped = wrapped_module(self)
-        if wrapped is None or name[0] == "_" or name in vars(self) or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        elif hasattr(wrapped, name) and not callable(getattr(type(wrapped), name, None)):
-            setattr(wrapped, name, value)
-        elif name == self.old_name:
+        is_taken = name in vars(self) or hasattr(type(self), name)
+        if wrapped is not None and (name == _WRAPPED or (name == self.old_name and getattr(self, name) is wrapped)):
             is_module = isinstance(value, nn.Module)
             expect(is_module, f"{type(self).__name__}: {name}", expected="a torch.nn.Module", got=repr(value))
             self.wrap_(value)
-        else:
-            expect(
-                name != "parametrizations",
-                f"{type(self).__name__}: parametrization of a tensor of {type(wrapped).__name__}",
-                expected="one that is registered on the module which reads the tensor",
-                got="one on the wrapper",
-                fix=f"Give register_parametrization the attribute `.{_WRAPPED}` in place of the wrapper.",
-            )
+        elif wrapped is None or name[0] == "_" or is_taken:
             super().__setattr__(name, value)
+        elif hasattr(wrapped, name):
+            self._refuse_own_attribute(name, value)
+            setattr(wrapped, name, value)
+        elif isinstance(value, Tensor) and name in vars(self)[_TENSOR_NAMES]:
+            setattr(wrapped, name, value)
+        else:
+            if name == "parametrizations":
+                raise self._parametrization_error()
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        wrapped = wrapped_module(self)
+        if wrapped is None or name[0] == "_" or name in vars(self):
+            super().__delattr__(name)
+        elif "parametrizations" in self._modules and (name in self._parameters or name in self._buffers):
+            raise self._parametrization_error()  # torch's first step
+        else:
+            delattr(wrapped, name)
+
+    def _refuse_own_attribute(self, name: str, value: Any) -> None:
+        """Refuse an attribute of a derived class that would replace one of the wrapped module. Not a new tensor or part in place of one."""
+        constructor_of = next(kind for kind in type(self).__mro__ if "__init__" in vars(kind))
+        tables = {"_parameters": nn.Parameter, "_buffers": Tensor, "_modules": nn.Module}
+        replaces = any(name in vars(self)[table] and isinstance(value, kind) for table, kind in tables.items())
+        expect(
+            TransparentWrapper in constructor_of.__bases__ or replaces,
+            f"{type(self).__name__}: {name}",
+            expected=f"an attribute that {type(self.wrapped).__name__}, the wrapped loss, does not have",
+            got=f"one that is set to {type(value).__name__}",
+            fix=f"Give it another name; to change the loss, set `.{_WRAPPED}.{name}`.",
+        )
+
+    def _parametrization_error(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__}: parametrization of a tensor of {type(self.wrapped).__name__}",
+            expected="one that is registered on the module which reads the tensor",
+            got="one on the wrapper",
+            fix=f"Give register_parametrization the attribute `.{_WRAPPED}` in place of the wrapper.",
+        )
 
     @property
     def training(self) -> bool:
@@ -142,9 +181,8 @@ class TransparentWrapper(nn.Module):
         return self
 
     def apply(self: T, fn: Callable[[nn.Module], None]) -> T:
-        """Apply a function to all modules inside, to the wrapped one, and to this one."""
+        """Apply a function to all modules inside, and to the wrapped one. Not to this one: its tensors are the same."""
         self.wrapped.apply(fn)
-        fn(self)
         return self
 
     def _apply(self: T, fn: Callable[..., Any], recurse: bool = True) -> T:

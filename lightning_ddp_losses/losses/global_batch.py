@@ -198,10 +198,14 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         self._weights = WeightFingerprints(wanted=check_weights)
         self._replicated_value = ReplicatedValue(wanted=check_weights)
         self.value_reading = inputs.ValueReading()
-        memories = [each for each in module.modules() if isinstance(each, CrossBatchMemory)]
-        self.queue_position = QueuePosition(memories) if memories else None
         # last: from here on, what is registered is the loss's
         self.wrap_(module)
+
+    def wrap_(self, module: nn.Module) -> None:
+        """Take a loss, at construction or in place of the one before."""
+        memories = [each for each in module.modules() if isinstance(each, CrossBatchMemory)]
+        self.queue_position = QueuePosition(memories) if memories else None
+        super().wrap_(module)
 
     @property
     def batch_dims(self) -> Mapping[int | str, int | None]:

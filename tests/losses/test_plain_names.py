@@ -12,9 +12,10 @@ import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss as Wrapper
 
@@ -220,7 +221,7 @@ def test_the_mode_is_that_of_the_loss(set_mode: Callable[[nn.Module], Any]) -> N
     seen: list[nn.Module] = []
     model.apply(seen.append)
     assert loss in seen
-    assert model.criterion in seen
+    assert model.criterion not in seen, "each tensor would be changed twice"
     assert len(set(seen)) == len(seen)
     assert len({name for name, _ in model.named_modules()}) == len([*model.modules()])
 
@@ -264,6 +265,79 @@ def test_the_wrapped_loss_can_be_replaced() -> None:
     assert loss.loss is loss.wrapped is not inner
     with pytest.raises(ConfigurationError, match=r"loss: expected a torch.nn.Module"):
         loss.loss = 3
+    loss.wrapped = pml.CrossBatchMemory(pml.NTXentLoss(), DIM, 16)
+    assert [*loss.state_dict()] == ["embedding_memory", "label_memory", "queue_position.position"]
+    loss.wrapped = pml.SupConLoss()
+    assert not loss.state_dict()
+    with pytest.raises(ConfigurationError, match=r"wrapped: expected a torch.nn.Module"):
+        loss.wrapped = 3
+
+
+def test_what_is_deleted_or_replaced_is_so_in_the_loss() -> None:
+    inner = Several()
+    loss = GlobalBatchLoss(inner)
+    del loss.margin
+    del loss.W
+    del loss.norm
+    assert not any(hasattr(inner, name) for name in ("margin", "W", "norm"))
+    with pytest.raises(AttributeError):
+        del loss.nothing
+    # a method that is replaced, and is there again
+    loss.value_of = torch.mean
+    assert loss.value_of is inner.value_of is torch.mean
+    del loss.value_of
+    assert inner.value_of(torch.ones(2)).item() == 2
+
+
+def test_the_loss_of_a_compiled_loss_is_no_compiled_wrapper() -> None:
+    """It shares the name under which `torch.compile` registers what it compiles."""
+    compiled = torch.compile(pml.ArcFaceLoss(CLASSES, DIM), backend="eager")
+    loss = GlobalBatchLoss(compiled)
+    assert [*loss.state_dict()] == ["_orig_mod.W"]
+    assert uncompiled(loss) is loss
+    plain = GlobalBatchLoss(pml.ArcFaceLoss(CLASSES, DIM))
+    assert uncompiled(torch.compile(plain, backend="eager")) is plain
+    assert uncompiled(compiled) is loss._orig_mod
+
+
+class Resettable(nn.Linear):
+    def forward(self, rows: Tensor) -> Tensor:
+        return super().forward(rows).square().mean()
+
+
+def test_loops_that_initialise_reach_the_loss() -> None:
+    """As after `to_empty`. Names of the weights alone would leave them as they are in memory."""
+    model = nn.Sequential(GlobalBatchLoss(Resettable(DIM, 1)))
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    for inner in model.modules():
+        if hasattr(inner, "reset_parameters"):
+            inner.reset_parameters()
+    assert model[0].weight.isfinite().all()
+
+
+REPLACED_TENSORS: dict[str, Callable[[nn.Module], Any]] = {
+    "pruning": lambda loss: prune.l1_unstructured(loss, "W", 0.5),
+    "weight_norm": lambda loss: nn.utils.weight_norm(loss, "W"),
+    "spectral_norm": lambda loss: nn.utils.spectral_norm(loss, "W").eval(),
+    "removed pruning": lambda loss: prune.remove(prune.l1_unstructured(loss, "W", 0.5), "W"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", REPLACED_TENSORS)
+def test_hooks_that_replace_a_tensor(kind: str) -> None:
+    """Pruning and the like put a computed tensor in the place of the parameter."""
+    plain, wrapped = plain_and_wrapped("a weight")
+    wrapped.load_state_dict(plain.state_dict())
+    for model in (plain, wrapped):
+        torch.manual_seed(0)
+        REPLACED_TENSORS[kind](model.criterion)
+    assert named(plain) == named(wrapped)
+    for model in (plain, wrapped):
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(wrapped.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
 
 
 class Twice(nn.Module):
@@ -285,6 +359,13 @@ def test_parametrizations_are_the_losss() -> None:
     assert [*loss.state_dict()] == ["W"]
     with pytest.raises(ConfigurationError, match=r"Give register_parametrization the attribute `.wrapped`"):
         parametrize.register_parametrization(loss, "W", Twice())
+    # next to one of the loss
+    second = GlobalBatchLoss(parametrizations.weight_norm(Several(), "W"))
+    second.gain = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigurationError, match=r"Give register_parametrization the attribute `.wrapped`"):
+        parametrize.register_parametrization(second, "gain", Twice())
+    assert second.gain is second.wrapped.gain
+    assert not hasattr(Wrapper, "gain"), "the class of all losses changed"
 
 
 def test_hooks_of_the_loss_run() -> None:
@@ -306,19 +387,34 @@ def test_hooks_of_the_loss_run() -> None:
 class Own(GlobalBatchLoss):
     """A user's own class."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, **own: Any) -> None:
         super().__init__(inner)
         self.factor = 2.0
-        self.scale = nn.Parameter(torch.ones(()))
+        self.gain = nn.Parameter(torch.ones(()))
+        for name, value in own.items():
+            setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.factor * self.scale * super().forward(*args, **kwargs)
+        return self.factor * self.gain * super().forward(*args, **kwargs)
 
 
 def test_a_class_of_ones_own_and_lists_keep_working() -> None:
     losses = nn.ModuleList([Own(pml.ArcFaceLoss(CLASSES, DIM)), GlobalBatchLoss(pml.SupConLoss())])
-    assert [*losses.state_dict()] == ["0.W", "0.scale"]
+    assert [*losses.state_dict()] == ["0.W", "0.gain"]
     twin = copy.deepcopy(losses)
     twin.load_state_dict(losses.state_dict())
     rows, labels = torch.randn(6, DIM), torch.arange(6) % CLASSES
     assert losses[0](rows, labels).item() == pytest.approx(2 * losses[0].wrapped(rows, labels).item())
+    losses[0].W = nn.Parameter(torch.ones(DIM, CLASSES))
+    assert losses[0].wrapped.W is losses[0].W
+
+
+@pytest.mark.parametrize("own", [{"scale": nn.Parameter(torch.ones(()))}, {"margin": 0.5}, {"get_logits": print}])
+def test_a_class_of_ones_own_does_not_change_the_loss(own: dict[str, Any]) -> None:
+    inner = pml.ArcFaceLoss(CLASSES, DIM)
+    (name,) = own
+    with pytest.raises(
+        ConfigurationError, match=rf"(?s)Own: {name}: expected an attribute that ArcFaceLoss.*another name"
+    ):
+        Own(inner, **own)
+    assert inner.scale == pml.ArcFaceLoss(CLASSES, DIM).scale

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
 from tests.strategies.fsdp_jobs import Towers, fit_sharded_model
-from tests.strategies.jobs import fit_alone, make_loss
+from tests.strategies.jobs import fit, fit_alone, make_loss
 
 
 class Wrapped(Towers):
@@ -96,3 +97,57 @@ def test_a_lone_file_of_an_earlier_version_is_read(pool: RankPool, tmp_path: Pat
     state = train(pool, "earlier ddp_losses", save=str(path))
     module = Wrapped.load_from_checkpoint(path, weights_only=True)
     assert torch.equal(module.loss.W, state["loss.loss.W"])
+
+
+class Pruned(Wrapped):
+    """A hook of the wrapper computes the weight that the loss reads."""
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        prune.l1_unstructured(self.loss, "W", 0.5)
+
+
+class PrunedPlain(Pruned):
+    is_global = False
+
+
+class Scaled(GlobalBatchLoss):
+    """A class of one's own, with a parameter that the wrapped loss does not read."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__(loss)
+        self.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.gain * super().forward(*args, **kwargs)
+
+
+class ScaledPlain(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((), 1.5, dtype=torch.float64))
+        self.W = loss.W
+        self.inner = [loss]
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
+        return self.gain * self.inner[0](embeddings, labels)
+
+
+class ScaledJob(Wrapped):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.loss = Scaled(make_loss("ArcFaceLoss"))
+
+
+class ScaledPlainJob(Wrapped):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.loss = ScaledPlain(make_loss("ArcFaceLoss"))
+
+
+@pytest.mark.parametrize("strategy", [{}, "ddp"], ids=["ddp_losses", "ddp"])
+@pytest.mark.parametrize(("job", "plain"), [(Pruned, PrunedPlain), (ScaledJob, ScaledPlainJob)])
+def test_tensors_beside_those_of_the_loss(pool: RankPool, job: Any, plain: Any, strategy: Any) -> None:
+    expected = fit_alone(plain)
+    for state in pool.run(2, fit, job, strategy):
+        assert_close(state, expected, rtol=1e-8)
