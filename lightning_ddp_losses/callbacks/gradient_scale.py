@@ -313,7 +313,7 @@ def _can_be_copied(module: LightningModule) -> bool:
     if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
         return False
     num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    is_compiled = any(compat.uncompiled(inner) is not inner for inner in all_modules(module))  # a copy would be recompiled
+    is_compiled = any(compat.uncompiled(inner) is not inner for inner in all_modules(module))  # copies recompile
     return num_bytes <= MAX_BYTES and not is_compiled
 
 
