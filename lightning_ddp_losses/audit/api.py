@@ -1,6 +1,6 @@
 """`audit` compares every gradient of N real ranks with one real process on the same batches, and explains the difference.
 
-The causes are found in `diagnosis`; the notes, which are true of both runs, are here.
+Causes are determined in `diagnosis`. This file adds the notes, which apply to both runs.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ def audit(
 ) -> AuditReport:
     """Train a few steps on N ranks and in one process, and compare every gradient.
 
-    Equivalent to: ``Trainer(devices=N, strategy=strategy).fit(model, data)`` next to ``Trainer(devices=1).fit(model, batches)``, the
-    batches being those of all ranks joined in rank order, from the same weights. The model itself is not changed. If a step accumulates
-    micro-batches, the one process does so too, and under ``DDPLossStrategy(accumulation="window")`` it takes all rows of a window as
-    one batch. The report's ``accumulation`` states which of the two the ranks equal.
+    Equivalent to: ``Trainer(devices=N, strategy=strategy).fit(model, data)`` compared with ``Trainer(devices=1).fit(model, batches)``. The
+    ``batches`` are the batches of all ranks joined in rank order, from the same weights. The model itself is not changed. If a step
+    accumulates micro-batches, the one process accumulates too, and under ``DDPLossStrategy(accumulation="window")`` it uses all rows of a
+    window as one batch. The report's ``accumulation`` states which of the two the ranks equal.
 
     Args:
-        model: Any LightningModule, also one defined in ``__main__``, a notebook or a function.
-        data: Data module, data loaders, or None for the module's own.
+        model: Any LightningModule, including modules defined in ``__main__``, a notebook or a function.
+        data: Data module or data loaders. If None, the module's own loaders.
         devices: Number of ranks.
-        steps: Optimizer steps.
-        strategy: A name or object of Lightning's, ``"ddp"`` for example.
+        steps: Number of optimizer steps.
+        strategy: Name or object of a Lightning strategy, for example ``"ddp"``.
         trainer_kwargs: Further options of the Trainer (precision, accumulation, clipping, callbacks, plugins). The
             accelerator is the CPU by default.
-        tolerance: Largest relative error of a gradient that is no finding. None: ``MULTIPLE`` times the rounding error of
-            each gradient, estimated by moving parameters and inputs of the one process by one rounding unit. In 16 bits a gradient is
-            equal up to ``EQUAL_SPREAD`` times the spread of such runs, and up to a few times more the verdict is "cannot tell".
-        deterministic: Use deterministic algorithms only.
-        randomness: ``"global"``: the ranks' training steps draw what one process draws (dropout, noise), under any strategy. What cannot
-            be drawn so is an error that names operator and line. ``"rank"``: each rank draws from its own generators, and the report
-            says whether that explains the difference. None: as the strategy does.
+        tolerance: Largest relative error of a gradient that is not a finding. If None, ``MULTIPLE`` times the rounding error of each
+            gradient, estimated by perturbing parameters and inputs of the one process by one rounding unit. In 16 bits, a gradient is equal
+            up to ``EQUAL_SPREAD`` times the spread of such runs, and up to a few times more the verdict is "cannot tell".
+        deterministic: Use only deterministic algorithms.
+        randomness: ``"global"``: training steps on the ranks draw the random numbers that one process draws (dropout, noise), under any
+            strategy. A draw for which this is impossible is an error that names operator and line. ``"rank"``: each rank draws from its own
+            generators, and the report states whether that explains the difference. If None, the strategy's option is used.
         without: Parts to switch off in both runs: ``"batch_norm"``, ``"precision"``, ``"uneven"``.
-        ckpt_path: A checkpoint to start from.
+        ckpt_path: Checkpoint to start from.
         timeout_seconds: Time limit of each run.
-        datamodule: The data, as ``Trainer.fit`` spells it.
-        train_dataloaders: The data, under the other name that ``Trainer.fit`` has for it.
+        datamodule: The data, under its name in ``Trainer.fit``.
+        train_dataloaders: The data, under its alternative name in ``Trainer.fit``.
 
     Returns:
         The report with differences, causes and fixes.
 
     Raises:
         AuditError: a run failed, died or took too long. Its traceback is in the text, and all processes have ended.
-        ConfigurationError: options that cannot work, and draws that cannot be those of one process.
+        ConfigurationError: options that cannot work, and draws that one process cannot reproduce.
         InputError: batches that cannot be joined, or no data.
 
     Example:
@@ -114,9 +114,9 @@ def compare_with_one(
         what: Function that the user called.
         target: Training.
         ranks: Number of ranks.
-        steps: Optimizer steps.
-        tolerance: Largest error that is no finding, None to estimate it.
-        off: Names out of ``ABLATIONS`` that are switched off on both sides.
+        steps: Number of optimizer steps.
+        tolerance: Largest error that is not a finding. If None, it is estimated.
+        off: Names in ``ABLATIONS`` that are switched off on both sides.
     """
     fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
     running = process_groups.is_distributed()
@@ -143,13 +143,13 @@ def compare_with_one(
 
 
 def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **options: Any) -> AuditReport:
-    """Fail a test if N ranks do not train as one process.
+    """Fail a test if N ranks do not train like one process.
 
     Args:
         model: The LightningModule.
         data: Data of ``audit``.
         devices: Number of ranks.
-        **options: Options of ``audit``, ``datamodule=`` and ``train_dataloaders=`` among them.
+        **options: Options of ``audit``, including ``datamodule=`` and ``train_dataloaders=``.
 
     Returns:
         The report of an equal run.
@@ -188,14 +188,14 @@ def _validate(model: Any, devices: int, off: frozenset[str], strategy: Any) -> N
 
 
 def _single_source(**sources: Any) -> Any:
-    """Return the data under the name that was given, None without data."""
+    """Return the data, whichever name it was given under, or None without data."""
     given = {name: source for name, source in sources.items() if source is not None}
     expect(len(given) <= 1, "audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
     return next(iter(given.values()), None)
 
 
 def _choose_randomness(asked: Any, strategy: Any) -> str:
-    """Return the strategy's way to draw, unless the user asks for another one."""
+    """Return the user's option for random numbers, or the strategy's option by default."""
     of_strategy: str = getattr(strategy, "randomness", "rank")
     if asked is None:
         return of_strategy
@@ -207,7 +207,7 @@ def _choose_randomness(asked: Any, strategy: Any) -> str:
 
 
 def _choose_accelerator(asked: Any, devices: int) -> Any:
-    """Choose the CPU unless the user asks for something that this machine has."""
+    """Return the user's accelerator if it is available, or the CPU by default."""
     available = torch.cuda.device_count()
     if asked in (None, "cpu"):
         return "cpu"
@@ -253,11 +253,11 @@ def _report_settings(context: AuditContext) -> dict[str, Any]:
 
 
 def notes(context: AuditContext) -> list[Diagnosis]:
-    """List notes on both runs: no difference, but worth knowing."""
+    """List notes on both runs, which are worth knowing but are not differences."""
     found = ask(
         (_without_optimizer, _without_gradient, _accumulated_rows, _changed_dtype, _repeated_in_validation), context
     )
-    if not context.comparison.equal:  # else it is the verdict
+    if not context.comparison.equal:  # for equal runs it is a diagnosis instead
         found += ask((not_finite_anywhere,), context)
     if context.runs.needs_group:
         found.append(context.diagnosis("F09", "group", severity="note"))
@@ -268,7 +268,7 @@ def notes(context: AuditContext) -> list[Diagnosis]:
 
 def _without_optimizer(context: AuditContext) -> Iterator[Diagnosis]:
     names = context.info.unoptimized
-    # tensors in the optimizers that are not the module's
+    # tensors in optimizers that are not parameters of the module
     foreign = _foreign_parameters(context)
     if foreign:
         fields: dict[str, Any] = {"count": len(foreign), "first": foreign[0], "unoptimized": quoted(names) or "none"}
@@ -285,7 +285,7 @@ def _repeated_in_validation(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def _foreign_parameters(context: AuditContext) -> list[str]:
-    """List parameters in optimizers that are not the module's and had no gradient at any step, on no side."""
+    """List parameters in optimizers that do not belong to the module and had no gradient at any step in both runs."""
     stepped: set[str] = set()
     with_gradient: set[str] = set()
     for run in (context.one, context.ranks):
@@ -300,7 +300,7 @@ def _foreign_parameters(context: AuditContext) -> list[str]:
 def _accumulated_rows(context: AuditContext) -> Iterator[Diagnosis]:
     if context.info.accumulate <= 1 or not context.info.automatic:
         return
-    # random draws and batch statistics are others in one large batch, for any loss
+    # random draws and batch statistics differ in one large batch for any loss
     off = {"batch_norm"} if context.record.norms_at_wrap else set()
     quiet: AuditContext | str = context
     if context.used_rng and "randomness" not in context.off:
@@ -308,19 +308,19 @@ def _accumulated_rows(context: AuditContext) -> Iterator[Diagnosis]:
     elif off - context.off:
         quiet = context.without(*off)
     if isinstance(quiet, str) or quiet.used_rng:
-        return  # nobody can say
+        return  # it cannot be decided
     sizes = {batch.total_rows for record in context.ranks.records for batch in record.batches}
     try:
         # unequal pieces of a plain mean differ from it too
         is_needed = quiet.needs_micro_batches() and not (len(sizes) > 1 and quiet.is_local_mean)
-    except DDPLossError:  # nor here: rows of other batches are drawn in another way
+    except DDPLossError:  # it cannot be decided either, because rows of other batches have different draws
         return
     if is_needed:
         yield context.diagnosis("F33", severity="note", accumulate=context.info.accumulate)
 
 
 def _changed_dtype(context: AuditContext) -> Iterator[Diagnosis]:
-    # in one process: on the ranks it is a difference, and a rule's business
+    # read the record of one process, because a change on the ranks is a difference that a rule reports
     events = context.one.records[0].parameter_events
     for name, what in events.items():
         if what.startswith("changed from"):
@@ -335,7 +335,7 @@ def _without_gradient(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:
-    # rows of a step against those of one device, for which learning rates are tuned
+    # compare the rows of a step with the rows of one device, for which learning rates are tuned
     rows = context.rows_per_rank(1)
     rates = sorted(set(chain.from_iterable(context.record.learning_rates[:1])))
     return context.diagnosis(

@@ -1,8 +1,8 @@
-"""Two recordings compared, tensor by tensor and step by step, and how large an error may be.
+"""Comparison of two recordings, tensor by tensor and step by step, and the allowed size of errors.
 
-Tensors are read in pieces and summed in float64. A difference is a finding if it exceeds ``MULTIPLE`` times the effect of
-rounding alone on that tensor, which runs that were moved by one rounding unit have measured. In 16 bits such a multiple would hide
-faults. A gradient is equal there if it is within the spread of those runs, a finding well beyond it, and ``"unclear"`` between.
+Tensors are read in pieces and summed in float64. A difference is a finding if it exceeds ``MULTIPLE`` times the effect of rounding on that
+tensor, which is measured in runs that were perturbed by one rounding unit. In 16 bits, such a multiple would hide faults. There, a gradient
+is equal if it is within the spread of these runs, a finding if it is well outside the spread, and ``"unclear"`` in between.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EQUAL_SPREAD = 0.75
 """In 16 bits a gradient is equal up to this multiple of the spread of one process's runs."""
 
 COARSE = 2.0**-12
-"""A rounding unit above this is one of 16 bits."""
+"""A rounding unit above this is that of a 16-bit dtype."""
 
-_CERTAIN_SPREAD = 2.0  # from this multiple on a gradient of the first step differs. Later steps add up differences
-_ALL_ROUNDING = 0.25  # a tensor that one rounding unit moves by this part of its size, or more, is only rounding
-_ZERO_ERROR = 0.01  # tensors that agree better than this are no rounding
-_CAP = 0.4  # of a first gradient's tolerance: a factor 1/2 is an error of 0.5
+_CERTAIN_SPREAD = 2.0  # a gradient of the first step differs beyond this multiple. Later steps accumulate differences
+_ALL_ROUNDING = 0.25  # a tensor that one rounding unit changes by at least this part of its size is only rounding
+_ZERO_ERROR = 0.01  # tensors with a smaller error are not reported as rounding
+_CAP = 0.4  # upper limit of a first gradient's tolerance, since a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -47,19 +47,19 @@ class ComparedRow:
         step: Optimizer step, from 1.
         parameter: The parameter's name.
         owner: ``"encoder"``, the name of a loss, or ``"unregistered"``.
-        what: ``"gradient"`` before the step, ``"parameter"`` after it (its ratio and cosine are those of the update), or ``"buffer"``
-            after it.
-        ratio: Norm on the ranks over norm in one process.
-        cosine: Between the two.
-        error: Norm of the difference over norm in one process.
-        tolerance: Largest ``error`` that is equal: ``MULTIPLE`` times the estimated rounding error, or in 16 bits ``EQUAL_SPREAD``
+        what: ``"gradient"`` before the step, ``"parameter"`` after the step (with ratio and cosine of the update), or ``"buffer"`` after
+            the step.
+        ratio: Norm on the ranks divided by norm in one process.
+        cosine: Cosine between the two tensors.
+        error: Norm of the difference divided by norm in one process.
+        tolerance: Largest ``error`` that counts as equal: ``MULTIPLE`` times the estimated rounding error, or in 16 bits ``EQUAL_SPREAD``
             times the spread of one process's runs.
-        ranks_agree: True if all ranks hold the same bits, or a buffer of the same values.
-        rank: The rank with the largest error, which this row shows.
-        verdict: The finding. ``"zero"`` is a gradient that is only rounding on both sides, so that ratio, cosine and
-            error have no meaning: that of a bias before a batch norm. ``"no gradient"`` is None on both sides, and ``"unclear"`` an
+        ranks_agree: True if the tensor has the same bits on all ranks, or for a buffer equal values.
+        rank: The rank with the largest error, whose values are stored in this row.
+        verdict: The finding. ``"zero"`` denotes a gradient that is only rounding on both sides, so that ratio, cosine and error are
+            meaningless (the gradient of a bias before a batch norm). ``"no gradient"`` denotes None on both sides, and ``"unclear"`` an
             error between ``tolerance`` and ``certain``.
-        certain: Largest ``error`` that is no finding. It is larger than ``tolerance`` in 16 bits alone.
+        certain: Largest ``error`` that is not a finding. It exceeds ``tolerance`` only in 16 bits.
     """
 
     step: int
@@ -87,7 +87,7 @@ class ComparedRow:
 
     @property
     def noise(self) -> bool:
-        """Whether the tensor is zero up to rounding on both sides, or None, so that ratio and cosine have no meaning."""
+        """Whether the tensor is zero up to rounding or None on both sides, so that ratio and cosine are meaningless."""
         if self.verdict in ("zero", "no gradient"):
             return True
         return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
@@ -128,12 +128,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors agree, as far as the precision tells."""
+        """Whether all tensors agree within the precision."""
         return self.first_step is None
 
     @property
     def unclear(self) -> list[ComparedRow]:
-        """Gradients with a difference that may be rounding and may be none."""
+        """Gradients with a difference that may or may not be rounding."""
         return [row for row in self.rows if row.verdict == "unclear"]
 
     @property
@@ -143,29 +143,31 @@ class Comparison:
         return min((row.step for row in rows if not row.exact), default=None)
 
     def first_rows(self) -> list[ComparedRow]:
-        """List the gradients of the first step at which something differs: later ones follow from it."""
+        """List the gradients of the first step at which something differs. Later differences follow from it."""
         return [row for row in self.rows if row.step == self.first_step]
 
     def worst(self) -> float:
-        """Return the largest error of a gradient at the first step at which something differs, else at any."""
+        """Return the largest error of a gradient at the first step at which something differs, or at any step if nothing differs."""
         rows = self.first_rows() or self.rows
         return max((row.error for row in rows), default=0.0)
 
 
 @dataclass(frozen=True)
 class AccumulationParity:
-    """Which one process the ranks equal if an optimizer step accumulates micro-batches: one that accumulates too, or one on all rows.
+    """Whether ranks that accumulate micro-batches equal one process that also accumulates, or one process on all rows.
 
     Lightning's accumulation is the mean of the micro-batches' losses. With ``accumulation="window"`` it is the loss of all rows of a
-    window. The two are equal if a loss is a mean over rows and every micro-batch counts as many of them.
+    window. The two are equal if a loss is a mean over rows and every micro-batch counts the same number of rows.
 
     Attributes:
-        micro_batches: The most that an optimizer step has.
-        equals_micro_batches: True if one process that accumulates the same micro-batches, as Lightning does, has the ranks' gradients
-            and parameters.
-        equals_whole_window: True if one process on all rows of each window at once has them.
-        micro_batches_error: Largest error of a gradient against the former, at the first step at which something differs, else at any.
-        whole_window_error: Against the latter.
+        micro_batches: Largest number of micro-batches in an optimizer step.
+        equals_micro_batches: True if the ranks have the same gradients and parameters as one process that accumulates the same
+            micro-batches with Lightning's rule.
+        equals_whole_window: True if the ranks have the same gradients and parameters as one process on all rows of each window as one
+            batch.
+        micro_batches_error: Largest error of a gradient compared with the former, at the first step at which something differs, or at any
+            step if nothing differs.
+        whole_window_error: Largest error of a gradient compared with the latter.
     """
 
     micro_batches: int
@@ -175,7 +177,7 @@ class AccumulationParity:
     whole_window_error: float
 
     def sentence(self) -> str:
-        """Return it as a sentence."""
+        """Return the result as a sentence."""
         micro = "one process that accumulates the same micro-batches"
         whole = "one process on all rows of each window at once"
         processes = (
@@ -201,7 +203,10 @@ class Tolerances:
     measured: dict[tuple[int, str, str], float] = field(default_factory=dict)
 
     def _spread(self, step: int, name: str) -> float:
-        """Return how far runs of one process are apart in a gradient. Few runs may agree by chance: no less than half the usual."""
+        """Return the spread of a gradient between runs of one process.
+
+        It is at least half the median spread, because a few runs may agree by chance.
+        """
         of_step = [value for (at, what, _), value in self.measured.items() if (at, what) == (step, "gradient")]
         usual = statistics.median(of_step) if of_step else 0.0
         return max(self.unit, min(usual / 2, _ALL_ROUNDING), self.measured.get((step, "gradient", name), 0.0))
@@ -212,7 +217,7 @@ class Tolerances:
             return self.fixed
         measured = self.measured.get((step, what, name), 0.0)
         allowed = MULTIPLE * max(self.unit, measured)
-        # rounding of a few per cent must not hide a factor of two. Later steps add up the differences of earlier ones
+        # rounding of a few per cent must not hide a factor of two. Later steps accumulate the differences of earlier ones
         if step == 1 and what == "gradient" and measured < 0.6 * _CAP:
             if self.unit > COARSE:
                 allowed = _CERTAIN_SPREAD * self._spread(step, name)
@@ -220,14 +225,14 @@ class Tolerances:
         return allowed
 
     def equal_up_to(self, step: int, what: str, name: str) -> float:
-        """Return the largest error that is equal. In 16 bits a larger one may be rounding or none."""
+        """Return the largest error that counts as equal. In 16 bits, a larger error may or may not be rounding."""
         finding = self.of(step, what, name)
         if self.fixed is not None or self.unit <= COARSE or what != "gradient" or self.is_rounding(step, what, name):
             return finding
         return min(finding, EQUAL_SPREAD * self._spread(step, name))
 
     def is_rounding(self, step: int, what: str, name: str) -> bool:
-        """Return whether a tensor is only rounding: one rounding unit moves it by a good part of its size."""
+        """Return whether a tensor is only rounding, because one rounding unit changes it by a large part of its size."""
         if self.fixed is not None:
             return self.fixed >= MULTIPLE * _ALL_ROUNDING
         return max(self.unit, self.measured.get((step, what, name), 0.0)) >= _ALL_ROUNDING
@@ -236,13 +241,13 @@ class Tolerances:
 def measure_tolerances(
     one: Recording, perturbed: Sequence[Recording], unit: float, fixed: float | None = None
 ) -> Tolerances:
-    """Measure how far rounding alone moves each tensor: one process against itself, moved by one rounding unit.
+    """Measure the effect of rounding on each tensor, by comparing one process with runs that are perturbed by one rounding unit.
 
     Args:
         one: One process.
-        perturbed: Runs of one process, with parameters and inputs moved by one rounding unit at random.
+        perturbed: Runs of one process, with parameters and inputs moved by one rounding unit in random directions.
         unit: The rounding unit. No tolerance is below ``MULTIPLE`` times it.
-        fixed: The user's own tolerance, for everything.
+        fixed: The user's tolerance for all tensors.
     """
     allowed = Tolerances(fixed, unit)
     for other in perturbed:
@@ -256,11 +261,11 @@ def measure_tolerances(
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes that are small next to all tensors of a step together.
+    """Sizes that are small compared with all tensors of a step together.
 
     Attributes:
-        floor: No error is relative to less than this.
-        noise: A difference below this is rounding, in small tensors too: the bias before a batch norm.
+        floor: Smallest norm by which an error is divided.
+        noise: A difference below this is rounding, even in small tensors such as the bias before a batch norm.
         zero: A tensor below this is only rounding, for any tolerance.
         quiet: Names of the tensors that are zero.
     """
@@ -288,7 +293,7 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
     floor = eps * math.sqrt(sum(size * size for size in sizes.values()))
     if not math.isfinite(floor):
         return _NO_SCALE
-    # 16 bits round so coarsely that a multiple would hide real gradients
+    # 16-bit rounding is so coarse that a multiple would hide real gradients
     zero = MULTIPLE * floor if eps < 1e-5 else floor
     quiet = frozenset(name for name, size in sizes.items() if size <= zero)
     return Scale(floor, 0.0 if strict else zero, zero, quiet)
@@ -298,10 +303,10 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
 
 
 def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison:
-    """Compare the tensors of the ranks with those of one process.
+    """Compare the tensors of the ranks with the tensors of one process.
 
     Args:
-        ranks: The recording of the ranks (or of one more process).
+        ranks: The recording of the ranks (or of another single process).
         one: The recording of one process.
         allowed: Largest errors that count as rounding.
     """
@@ -312,7 +317,7 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
     updates: list[ComparedRow] = []
     buffers: list[ComparedRow] = []
     strict = allowed.fixed is not None
-    quiet: frozenset[str] = frozenset()  # if a gradient is rounding, so is its update
+    quiet: frozenset[str] = frozenset()  # if a gradient is only rounding, its update is too
     for step in range(1, min(ranks.steps, one.steps) + 1):
         scale = _scale_at(one, step, "gradient", strict=strict)
         quiet |= scale.quiet
@@ -324,7 +329,7 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
 
 
 def _rows_of_buffers(ranks: Recording, one: Recording, step: int, allowed: Tolerances) -> Iterator[ComparedRow]:
-    """Compare the floating buffers of one step. Blocks of one buffer, and caches, may have other shapes."""
+    """Compare the floating-point buffers of one step. Blocks of one buffer, and caches, may have different shapes."""
     caches = one.records[0].module_info.caches
     for name, theirs in one.entries(0, step, "buffer").items():
         entries = ranks.entries_of(step, "buffer", name)
@@ -339,14 +344,14 @@ def _rows_of_buffers(ranks: Recording, one: Recording, step: int, allowed: Toler
             row = ComparedRow(step, name, "buffer", "buffer", tolerance=tolerance, certain=tolerance, rank=rank)
             rows.append(_compare_entries(row, entry, theirs, _NO_SCALE, ()))
         worst = max(rows, key=lambda row: row.sortable_error)
-        # the same values on all ranks, or those of one process
+        # ranks agree if all have the same values, or all have the values of one process
         agree = worst.exact or ranks.ranks_agree(step, "buffer", name)
         yield dataclasses.replace(worst, ranks_agree=agree)
 
 
 def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
-    """Pair the ranks' losses with those of one process, batch by batch, unless it had all batches of a step as one."""
-    # as many batches in each step, in the steps that both have made
+    """Pair the ranks' losses with the losses of one process batch by batch, unless that process joined all batches of a step."""
+    # both must have the same number of batches in each common step
     steps = min(ranks.steps, one.steps)
     of_ranks, of_one = ([batch.step for batch in run.records[0].batches if batch.step <= steps] for run in (ranks, one))
     losses_of_one = one.records[0].losses if of_ranks == of_one else []
@@ -362,7 +367,7 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
 
 
 def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances, factor: float = 1.0) -> bool:
-    """Return whether the ranks' gradients at step 1 are the mean of those of ``parts``, times a factor."""
+    """Return whether the ranks' gradients at step 1 are the mean of the gradients of ``parts``, times a factor."""
     for name, entry in ranks.entries(0, 1, "gradient").items():
         entries = [part.entry(0, 1, "gradient", name) for part in parts]
         if not entry.exists and not any(each.exists for each in entries):
@@ -385,9 +390,9 @@ def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances
 def _rows_of_step(
     ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owners: dict[str, str], scale: Scale
 ) -> Iterator[ComparedRow]:
-    """Compare the tensors of one step and kind, in the module's order. Of ranks that differ, show the one with the largest error."""
+    """Compare the tensors of one step and kind, in the module's order. If ranks differ, yield the row with the largest error."""
     for name in dict.fromkeys([*one.names(step, what), *ranks.names(step, what)]):
-        # blocks of one parameter differ by design: the tensor that they make is compared
+        # blocks of one parameter differ by design, so the joined tensor is compared
         joined = ranks.stored_shards(step, what, name)
         entries = ranks.entries_of(step, what, name) if joined is None else [joined]
         agree = joined is not None or ranks.ranks_agree(step, what, name)
@@ -395,7 +400,7 @@ def _rows_of_step(
         owner = owners.get(name, "encoder")
         blank = ComparedRow(step, name, owner, what, tolerance=tolerance, certain=certain, ranks_agree=agree)
         is_rounding = allowed.is_rounding(step, what, name)
-        # each content once, with the first rank that holds it
+        # compare each distinct content once, for the first rank that has it
         rows, seen = [], set[str]()
         for rank, entry in enumerate(entries):
             if entry.digest not in seen:
@@ -408,7 +413,7 @@ def _rows_of_step(
 
 
 def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: What, name: str) -> list[Entry]:
-    """Find a parameter on both sides before the step, so that updates are compared. Gradients have none."""
+    """Return a parameter on both sides before the step, so that updates can be compared, or an empty list for gradients."""
     if what != "parameter":
         return []
     kind: Kind = "initial" if step == 1 else "parameter"
@@ -420,7 +425,7 @@ def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: W
 def _compare_entries(
     row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry], *, is_rounding: bool = False
 ) -> ComparedRow:
-    """Fill in ratio, cosine, errors and verdict of a row that is exact so far."""
+    """Return a row with ratio, cosine, error and verdict filled in."""
     if not ours.exists or not theirs.exists:
         return _compare_with_none(row, ours, theirs)
     if ours.shape != theirs.shape:
@@ -447,7 +452,7 @@ def _compare_entries(
 
 
 def _compare_with_none(row: ComparedRow, ours: Entry, theirs: Entry) -> ComparedRow:
-    """Fill in a row of which one side or both have no tensor. A gradient of zero is as good as none: the optimizer does the same."""
+    """Return a row for a tensor that is missing on one or both sides. A zero gradient equals a missing one for the optimizer."""
     if ours.exists == theirs.exists:
         return dataclasses.replace(row, verdict="no gradient")
     if _is_zero(ours) and _is_zero(theirs):
@@ -457,8 +462,8 @@ def _compare_with_none(row: ComparedRow, ours: Entry, theirs: Entry) -> Compared
 
 
 def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale, *, is_rounding: bool) -> Verdict:
-    """Give the verdict on two tensors that differ: rounding, a factor, or another direction."""
-    # rounding: by the tensor's own tolerance, next to all tensors together, or as the update of a gradient of rounding
+    """Return the verdict on two tensors that differ: rounding, a factor, or another direction."""
+    # rounding is judged by the tensor's tolerance, by the size of all tensors, or by a gradient that is only rounding
     is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
     is_zero = row.what == "gradient" and norm <= scale.zero
     if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update or is_zero:
@@ -467,7 +472,7 @@ def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale, *, is_r
         return "exact"
     if row.error <= row.certain:
         return "unclear"
-    # the rest after the best factor is taken out
+    # compute the part that no factor explains
     across = math.sqrt(max(0.0, 1 - row.cosine**2)) if row.cosine > 0 else 1.0
     return "wrong scale" if across <= max(row.certain, 1e-7) else "wrong direction"
 
@@ -487,10 +492,10 @@ def _ratio_of(part: float, total: float) -> float:
 
 
 def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> Tensor | None:
-    """Sum over ours, theirs and their difference in float64, or over how much both changed since ``start``, a piece at a time.
+    """Sum the products of ours, theirs and their difference in float64, piece by piece. With ``start``, use the changes of both since then.
 
     Returns:
-        Scalar products of the three with each other. None if different elements are not finite.
+        Inner products of the three with each other, or None if different elements are not finite.
     """
     products = torch.zeros(3, 3, dtype=torch.float64)
     for pieces in zip(*(entry.pieces() for entry in (ours, theirs, *start)), strict=True):
@@ -510,7 +515,7 @@ def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> Tensor | 
 # ---------------------------------------------------------------------- traced steps
 
 
-_Calls = list[tuple[tuple[ModuleCall, ...], ModuleCall]]  # of a module, on the ranks and in one process
+_Calls = list[tuple[tuple[ModuleCall, ...], ModuleCall]]  # calls of a module on the ranks and in one process
 
 
 def _traced_calls(ranks: Recording, one: Recording) -> _Calls:
@@ -546,7 +551,7 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
     if odd is not None:
         call, off = odd
         return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
-    # gradients from behind. Each rank's loss is a mean over its own rows, W times as large as in the mean of all
+    # compare gradients in reverse. Gradients of a local mean are W times as large as gradients of the mean over all ranks
     for column, call in reversed(_traced_calls(ranks, one)):
         off = _row_error([each.gradient for each in column], call.gradient, divisor=float(ranks.ranks))
         if not off <= allowed:
@@ -559,7 +564,7 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
 
 
 def _row_error(parts: Sequence[list[list[float]]], whole: list[list[float]], divisor: float = 1.0) -> float:
-    """Compare the rows of all ranks with those of one process. Return 0 if there are not as many: a loss has one value on each rank."""
+    """Return the error of the ranks' rows compared with one process, or 0 if the numbers of rows differ (a loss has one value per rank)."""
     rows = list(chain.from_iterable(parts))
     if not all(parts) or len(rows) != len(whole):
         return 0.0

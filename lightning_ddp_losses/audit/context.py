@@ -1,7 +1,7 @@
-"""A finished audit as the rules of diagnosis see it: rows, records of the ranks, and counterfactual runs made when a rule asks.
+"""The interface of a finished audit for rules of diagnosis: rows, records of the ranks, and counterfactual runs on request.
 
-A counterfactual run changes one thing: something is switched off, rows are exchanged between ranks, or batches come in
-another order. `Runs` makes each once.
+A counterfactual run changes one aspect: something is switched off, rows are exchanged between ranks, or batches are used in another order.
+`Runs` makes each of them once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import DDPLossError, listed
 
 Severity = Literal["error", "explanation", "unclear", "note"]
-_MOST_TERMS = 16  # of a loss whose terms are tried one by one
+_MOST_TERMS = 16  # largest number of terms that are tested one by one
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Diagnosis:
     """Why the ranks differ from one process.
 
     Attributes:
-        fault: Id in the table of faults (``core.faults.FAULTS``), empty for other causes.
+        fault: Id in the table of faults (``core.faults.FAULTS``). Empty for other causes.
         title: The cause in a few words.
         evidence: Measured numbers.
         fix: Change that removes the difference.
-        confirmed: The counterfactual run that showed it, empty for a pattern alone.
-        severity: ``"error"``, ``"explanation"`` for a difference that has to be (dropout, rounding), ``"unclear"`` if a difference cannot
-            be told, or ``"note"``.
-        parameters: Names of the parameters that it is about, empty for all.
+        confirmed: The counterfactual run that confirmed the cause. Empty if the cause was inferred only from a pattern.
+        severity: ``"error"``, ``"explanation"`` for an expected difference (dropout, rounding), ``"unclear"`` if it cannot be decided
+            whether the runs differ, or ``"note"``.
+        parameters: Names of the affected parameters. Empty if all are affected.
     """
 
     fault: str
@@ -55,16 +55,16 @@ class Diagnosis:
 
 
 class AuditContext:
-    """An audit as the rules look at it: ranks compared with one process.
+    """An audit for the rules, which compares the ranks with one process.
 
     Args:
         runs: Makes counterfactual runs.
-        off: Names out of ``ABLATIONS`` that are switched off on both sides.
+        off: Names in ``ABLATIONS`` that are switched off on both sides.
 
     Attributes:
-        ranks: Recording of the ranks. It is another one than the user's own run if something is switched off.
+        ranks: Recording of the ranks. It differs from the user's run if something is switched off.
         one: Recording of one process.
-        comparison: Their rows.
+        comparison: Compared rows of the two recordings.
     """
 
     def __init__(self, runs: Runs, off: frozenset[str]) -> None:
@@ -87,11 +87,11 @@ class AuditContext:
         Args:
             fault: Id in the table.
             case: Case of the fault's row.
-            about: Rows that it is about.
-            parameters: Names that it is about, if there are no rows of them.
+            about: Rows of the affected parameters.
+            parameters: Names of the affected parameters, if there are no rows for them.
             severity: Severity of the diagnosis.
-            **fields: Numbers and names that the case's templates show. The number of ranks, the first step that differs and the names of
-                the parameters are known.
+            **fields: Numbers and names for the case's templates. The number of ranks, the first step that differs and the names of the
+                parameters are added automatically.
         """
         parameters = tuple(parameters) or tuple(row.parameter for row in about)
         known = {"W": self.W, "step": self.step, "names": quoted([self.name(name) for name in parameters])}
@@ -102,18 +102,18 @@ class AuditContext:
     # ------------------------------------------------------------------ counterfactual runs
 
     def without(self, *names: str) -> AuditContext:
-        """Return the same audit with more switched off on both sides."""
+        """Return the same audit with additional parts switched off on both sides."""
         # micro-batches of a joined window are not divided evenly
         off = {name for name in names if name != "uneven" or not self.runs.joins_windows}
         return AuditContext(self.runs, self.off | off)
 
     @property
     def draws_explain_differences(self) -> bool:
-        """Whether the user's own run may draw others than one process. A window whose rows are one batch of one process always does."""
+        """Whether the user's run may draw other random numbers than one process. Always True if a window is one batch in one process."""
         return self.runs.target.randomness == "rank" or self.runs.joins_windows
 
     def with_same_draws(self, *names: str) -> AuditContext | str:
-        """Return the same audit with the same random numbers for each row, wherever it is, and without ``names``; or why there is none."""
+        """Return the audit with equal random numbers for each row on any rank and without ``names``, or the reason why it is impossible."""
         try:
             return self.without("randomness", *names)
         except DDPLossError as error:
@@ -126,22 +126,25 @@ class AuditContext:
         return self.runs.replays(self.off, assignment, **options)[0]
 
     def against_one(self, assignment: str, **options: Any) -> compare.Comparison:
-        """Compare one process that gets the batches in another way with the one process of this audit."""
+        """Compare one process with another assignment of batches to the one process of this audit."""
         return self._compare(self._replay(assignment, **options), self.one)
 
     @cached_property
     def on_whole_windows(self) -> Recording:
-        """One process on all rows of each window at once."""
+        """One process on all rows of each window as a single batch."""
         if self.runs.joins_windows:
             return self.one
         return self._replay("joined", whole_windows=True)
 
     def needs_micro_batches(self) -> bool:
-        """Return whether one process without accumulation has other gradients."""
+        """Return whether one process without accumulation has different gradients."""
         return not self._compare(self.on_whole_windows, self.one).equal
 
     def accumulation(self) -> compare.AccumulationParity | None:
-        """Compare the ranks with one process in both ways to accumulate. None if each step has one batch, or the module decides."""
+        """Compare the ranks with one process for both kinds of accumulation.
+
+        Returns None if each step has one batch, or in manual optimisation.
+        """
         by_step = Counter(batch.step for batch in self.record.batches)
         most = max(by_step.values(), default=1)
         if not self.info.automatic or most == 1:
@@ -153,17 +156,17 @@ class AuditContext:
         return compare.AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
 
     def accumulation_factor(self) -> float | None:
-        """Return the common ratio of the gradients to those of one process on all rows of each step at once, None without one."""
+        """Return the common ratio of the gradients to one process on all rows of each step, or None if there is no common ratio."""
         rows = self._compare(self.ranks, self.on_whole_windows).first_rows()
         return _common_factor([row for row in rows if not row.noise])
 
     @cached_property
     def local_factor(self) -> float | None:
-        """The factor of the ranks' gradients to the mean of their local gradients, up to the first step that differs.
+        """The ratio of the ranks' gradients to the mean of their local gradients, up to the first step that differs.
 
-        It is 1 as DDP promises, or W if a loss of this rank's rows is multiplied by W. None if they are not that mean.
+        It is 1 if DDP averages local losses, or W if a local loss is multiplied by W. None if the gradients are not a multiple of the mean.
         """
-        if self.info.automatic:  # else one process cannot be made to accumulate
+        if self.info.automatic:  # in manual optimisation, one process cannot be made to accumulate
             comparison = self._compare(self.ranks, self._local_mean)
             if self._is_equal_so_far(comparison):
                 return 1.0
@@ -171,13 +174,14 @@ class AuditContext:
             common = _common_factor(rows) if self.step == 1 else None
             if common is not None and math.isclose(common, self.W, rel_tol=1e-3):
                 return float(self.W)
-        # a buffer that a step changes is another one for the second batch of that process: each rank by itself
+        # if a step changes a buffer, the second batch of that process uses another buffer. So compare one process for each rank
         return next((factor for factor in (1.0, float(self.W)) if self._is_mean_alone(self.ranks, factor)), None)
 
     def _is_mean_alone(self, of: Recording, factor: float = 1.0) -> bool:
-        """Return whether gradients of the first step, if that differs, are a multiple of the mean of those of each rank alone.
+        """Return whether gradients of the first step are a multiple of the mean of the gradients of separate processes for each rank.
 
-        False if draws are left that one process would make in another way than the ranks: they explain the difference too.
+        Returns False if the runs first differ at a later step, or if one process could draw other random numbers than the ranks, which
+        would also explain the difference.
         """
         if self.step > 1 or (self.info.automatic and self.used_rng):
             return False
@@ -197,7 +201,7 @@ class AuditContext:
 
     @cached_property
     def _local_mean(self) -> Recording:
-        """One process that averages the ranks' losses of their own batches."""
+        """One process that averages the local losses of the ranks."""
         return self._replay("local", accumulate=self.W)
 
     @cached_property
@@ -207,9 +211,10 @@ class AuditContext:
 
     @cached_property
     def keeps_gradients_of_exchanged_rows(self) -> bool:
-        """Whether the ranks' mean gradient stays the same when rows change ranks and keep their places: no row meets another.
+        """Whether the ranks' mean gradient is unchanged if rows are exchanged between ranks at the same positions.
 
-        False too if that cannot be tried: without a second row, or if the ranks have the same rows.
+        If so, rows are not combined with other rows. Also False if this cannot be tested, because there is no second row or because the
+        ranks have the same rows.
         """
         for column in zip(*(record.batches for record in self.ranks.records), strict=False):
             if column[0].step <= self.step and min(chain(*(rows_by_loader(batch.rows) for batch in column))) < 2:
@@ -235,7 +240,7 @@ class AuditContext:
 
     @property
     def parts_at_local_norm(self) -> bool:
-        """Whether the first activations that differ are those of a batch norm with the statistics of one rank."""
+        """Whether activations first differ at a batch norm with the statistics of one rank."""
         if self.runs.joins_windows:
             return False
         ranks, one = self._traced
@@ -264,7 +269,7 @@ class AuditContext:
 
     @cached_property
     def terms(self) -> list[str]:
-        """The user's lines of the loss's terms, empty where one is not known. Empty if they are not tried one by one."""
+        """The user's lines of the loss's terms, with empty strings for unknown lines. Empty if terms are not tested one by one."""
         if self.runs.joins_windows or terms_off(self.off):
             return []
         ranks, one = self._traced
@@ -273,7 +278,7 @@ class AuditContext:
         return lines if len(counts) == 1 and len(lines) <= _MOST_TERMS else []
 
     def term_alone(self, number: int) -> AuditContext:
-        """Return the same audit with all terms of the loss switched off but one."""
+        """Return the same audit with all terms of the loss except one switched off."""
         return self.without(*(term_off(other) for other in range(len(self.terms)) if other != number))
 
     # ------------------------------------------------------------------ records of the ranks
@@ -295,7 +300,7 @@ class AuditContext:
 
     @cached_property
     def used_rng(self) -> bool:
-        """Whether a step drew random numbers, with the parts that are left switched on."""
+        """Whether a step drew random numbers in these runs."""
         return any(any(record.used_rng) for record in (*self.ranks.records, *self.one.records))
 
     @property
@@ -305,17 +310,17 @@ class AuditContext:
 
     @property
     def fingerprints_by_rank(self) -> list[dict[str, dict[str, int]]]:
-        """Each rank's fingerprints of gradients on their way to the step that differs first: by stage, by name."""
+        """Each rank's fingerprints of gradients before the first step that differs, by stage and name."""
         return [record.fingerprints[self.step - 1] for record in self.ranks.records]
 
     @property
     def loss_scales(self) -> list[tuple[float | None, ...]]:
-        """The ranks' loss scales by step, as far as they can explain a difference. A skipped step shows in the next scale."""
+        """The ranks' loss scales by step, up to the scale after the first step that differs, which reveals a skipped step."""
         return list(zip(*(record.loss_scales for record in self.ranks.records), strict=False))[: self.step + 1]
 
     @property
     def learning_rates(self) -> list[tuple[list[float], ...]]:
-        """The ranks' learning rates by step, as far as they can explain a difference."""
+        """The ranks' learning rates by step, up to the first step that differs."""
         return list(zip(*(record.learning_rates for record in self.ranks.records), strict=False))[: self.step]
 
     @property
@@ -325,12 +330,12 @@ class AuditContext:
 
     @property
     def has_local_statistics(self) -> bool:
-        """Whether batch norms normalise by the rows of one rank: everything above them differs from one process."""
+        """Whether batch norms normalise by the rows of one rank, so that all subsequent layers differ from one process."""
         return bool(self.local_norms) and "batch_norm" not in self.off
 
     @property
     def pml_wrapper(self) -> str:
-        """Name of pytorch-metric-learning's distributed wrapper in the module, empty without one."""
+        """Name of pytorch-metric-learning's distributed wrapper in the module. Empty if there is none."""
         kinds = self.info.module_types
         return next((f"`{name}`" for name, kind in kinds.items() if kind.endswith("DistributedLossWrapper")), "")
 
@@ -340,7 +345,7 @@ class AuditContext:
         return [sum(batch.total_rows for batch in batches if batch.step == first) for batches in of_ranks]
 
     def _batch_step(self, step: int) -> int:
-        """Return the step under which the batches of a step are recorded: the first one of a batch that makes several."""
+        """Return the step under which the batches of a step are recorded: the first step of a batch with several steps."""
         return max(batch.step for batch in self.record.batches if batch.step <= step)
 
     @cached_property
@@ -355,7 +360,7 @@ class AuditContext:
 
     @property
     def first_odd_batch(self) -> int | None:
-        """The first batch of that step whose loss is finite in one process and not on some rank. None without one."""
+        """The first batch of that step whose loss is finite in one process but not on all ranks. None if there is no such batch."""
         for index, loss in enumerate(self.losses):
             of_ranks = [value is None or math.isfinite(value) for value in loss.ranks]
             is_finite = loss.one is not None and math.isfinite(loss.one)
@@ -369,7 +374,7 @@ class AuditContext:
         return self.one.records[0].module_info.aliases | self.info.aliases
 
     def name(self, parameter: str) -> str:
-        """Return a parameter's name as the user knows it, for an unregistered one its path."""
+        """Return a parameter's name for messages, which is the path of an unregistered parameter."""
         return self.aliases.get(parameter, parameter)
 
     def names(self, rows: Iterable[compare.ComparedRow]) -> str:
@@ -390,18 +395,18 @@ class AuditContext:
 
     @property
     def wrong(self) -> list[compare.ComparedRow]:
-        """Gradients that differ there."""
+        """Gradients that differ at that step."""
         return [row for row in self.rows if not row.exact]
 
     @property
     def wrong_buffers(self) -> list[compare.ComparedRow]:
-        """Floating buffers that differ there from those of one process, and not between ranks."""
+        """Floating-point buffers that differ from one process at that step, but not between ranks."""
         rows = [row for row in self.comparison.buffers if row.step == self.comparison.first_step]
         return [row for row in rows if not row.exact and row.ranks_agree]
 
     @property
     def without_gradient(self) -> list[str]:
-        """Parameters that train and have no gradient at any step, on no side, although their module ran forward."""
+        """Trainable parameters without a gradient at any step in both runs, although the forward of their module was called."""
         rows = self.comparison.rows
         none = dict.fromkeys(row.parameter for row in rows if row.verdict == "no gradient")
         trained = {row.parameter for row in rows if row.verdict != "no gradient"}
@@ -409,22 +414,22 @@ class AuditContext:
 
     @property
     def desynchronized(self) -> list[compare.ComparedRow]:
-        """Gradients that the ranks do not agree on there."""
+        """Gradients that differ between ranks at that step."""
         return [row for row in self.rows if not row.ranks_agree]
 
     @property
     def desynchronized_updates(self) -> list[compare.ComparedRow]:
-        """Parameters that the ranks do not agree on after that step."""
+        """Parameters that differ between ranks after that step."""
         updates = self.comparison.updates
         return [row for row in updates if row.step == self.comparison.first_step and not row.ranks_agree]
 
     @cached_property
     def factors(self) -> tuple[float | None, float | None]:
-        """The common ratio of the encoder's gradients and that of the losses' own at the first step that differs.
+        """The common ratio of the encoder's gradients and of the losses' gradients at the first step that differs.
 
-        None without a common one, or without rows.
+        A ratio is None if it is not common to all gradients, or if there are no rows.
         """
-        # rows with a meaningful ratio. Coarse ones only without better ones
+        # use rows with a meaningful ratio, and coarse ones only if there are no others
         rows = [row for row in self.rows if not row.noise and row.ranks_agree]
         precise = [row for row in rows if row.tolerance < 0.25] or rows
         of_encoder = [row for row in precise if row.owner == "encoder"]
@@ -433,16 +438,16 @@ class AuditContext:
 
     @cached_property
     def rank_weights(self) -> list[float] | None:
-        """Weights of the ranks' own gradients in that of one process at step 1, by least squares over all parameters together.
+        """Weights of the ranks' gradients in the gradient of one process at step 1, by least squares over all parameters together.
 
-        Those of each micro-batch's own gradient if only they explain it. None if the ranks do not take the plain mean of their local
-        gradients, or if no weights explain the gradient of one process.
+        If these do not explain the gradient, the weights of the gradients of each micro-batch are used. None if the ranks do not compute
+        the plain mean of their local gradients, or if no weights explain the gradient of one process.
         """
         if not self.wrong or self.desynchronized or self.step != 1 or not self.is_local_mean:
             return None
         weights = self._weights_of(self.single_ranks)
         count = self.W * sum(batch.step == 1 for batch in self.record.batches)
-        # no more processes side by side than that
+        # this runs one process for each micro-batch, at most 16 at the same time
         if weights is None and self.info.automatic and self.W < count <= 16:
             weights = self._weights_of(self.runs.replays(self.off, *range(count), steps=1, whole_windows=True))
         return weights
@@ -452,21 +457,21 @@ class AuditContext:
         of_ranks, with_one, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
         if not torch.isfinite(gram).all() or total == 0:
             return None
-        # least squares by normal equations: |g - sum w_r g_r|^2 needs the products only
+        # solve the normal equations, because |g - sum w_r g_r|^2 depends only on the products
         weights = torch.linalg.lstsq(of_ranks, with_one[:, None], driver="gelsd").solution[:, 0]
         left = total - 2 * float(weights @ with_one) + float(weights @ of_ranks @ weights)
         unexplained = (max(0.0, left) / total) ** 0.5
-        # the rest may be rounding, but no more than a twentieth
+        # the unexplained part may be rounding, but at most a twentieth
         allowed = max(1e-4, min(0.05, max(row.certain for row in self.wrong)))
         return [float(weight) for weight in weights] if unexplained <= allowed else None
 
     def _gradient_products(self, alone: Sequence[Recording]) -> Tensor:
-        """Multiply the gradients of parts alone and one process's (the last) with each other, a piece at a time."""
+        """Return the inner products of the gradients of all parts and of one process (the last row), computed piece by piece."""
         gram = torch.zeros(len(alone) + 1, len(alone) + 1, dtype=torch.float64)
         for name, of_one in self.one.entries(0, 1, "gradient").items():
             entries: list[Entry] = [run.entry(0, 1, "gradient", name) for run in alone]
             entries.append(of_one)
-            # a parameter without gradient on some rank has no part in the weights
+            # a parameter without a gradient on some rank does not contribute to the weights
             if not all(entry.exists and entry.shape == of_one.shape for entry in entries):
                 continue
             for pieces in zip(*(entry.pieces() for entry in entries), strict=True):
@@ -478,7 +483,7 @@ class AuditContext:
 def _common_factor(rows: Sequence[compare.ComparedRow]) -> float | None:
     if not rows or any(row.verdict not in ("exact", "wrong scale") for row in rows):
         return None
-    # ratios are common if they differ by no more than their errors
+    # a ratio is common if the differences do not exceed the errors
     ratios = [row.ratio for row in rows if row.ratio > 0]
     allowed = max(1e-3, 2 * max(row.certain for row in rows))
     if not ratios or max(ratios) > min(ratios) * (1 + allowed):
@@ -490,7 +495,7 @@ def _common_factor(rows: Sequence[compare.ComparedRow]) -> float | None:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """List names in code quotes, the first few."""
+    """List the first few names in code quotes."""
     return listed([f"`{name}`" for name in names], at_most=4)
 
 
@@ -509,14 +514,14 @@ def comma_list(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-# in a fix: our strategy as another way, after or before the way that is left
+# matches advice in a fix to use our strategy, either before or after another piece of advice
 _OUR_STRATEGY = re.compile(
     r"[,;] or (?:use|train under) strategy='ddp_losses'(?:, which [^.)]*)?|^(?:Use|Take) strategy='ddp_losses', or "
 )
 
 
 def advice(fix: str, strategy: Any) -> str:
-    """Return a fix without the advice to take our strategy if it runs already.
+    """Return a fix without the advice to use our strategy if it is already used.
 
     Args:
         fix: A sentence.

@@ -1,7 +1,8 @@
-"""From an audit to ranked diagnoses: randomness is taken out first, then stage by stage until a rule explains the difference.
+"""From an audit to ranked diagnoses: randomness is removed first, then rules are applied in stages until one explains the difference.
 
-A loss with several terms is asked term by term before a rule speaks of the whole: its terms may have different faults, or one of them
-none. Faults that do not explain every difference (a buffer, a factor on the loss) are kept, and the search continues.
+A loss with several terms is diagnosed term by term before rules are applied to the whole loss, because its terms may have different faults,
+and some terms may be correct. Faults that do not explain every difference (a buffer, a factor on the loss) are stored, and the search
+continues.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_ddp_losses.errors import DDPLossError
 
 
 def diagnose(context: AuditContext) -> list[Diagnosis]:
-    """Return why the ranks differ from one process, the likeliest first. Faults of the data count in equal runs too."""
-    # the data: also where every gradient is equal
+    """Return the causes of differences from one process, most likely first. Faults of the data are reported in equal runs too."""
+    # apply rules for the data even if every gradient is equal
     found = ask(DATA_RULES, context)
     if context.comparison.equal:
         return found + ask(UNCLEAR_RULES, context)
 
-    # randomness hides everything else: without it first
+    # randomness hides other differences, so it is removed first
     if context.used_rng and "randomness" not in context.off:
         return found + _under_same_draws(context)
 
@@ -39,7 +40,7 @@ def diagnose(context: AuditContext) -> list[Diagnosis]:
 
 
 def _under_same_draws(context: AuditContext) -> list[Diagnosis]:
-    """Return what differs beside random numbers, and F72 if they explain something."""
+    """Return causes other than random numbers, and F72 if random numbers explain some differences."""
     quiet = context.with_same_draws()
     if isinstance(quiet, str):
         return _draws_not_comparable(context, quiet)
@@ -50,12 +51,12 @@ def _under_same_draws(context: AuditContext) -> list[Diagnosis]:
         return _draws_not_comparable(context, where)
     try:
         rest = _ask_stages(quiet)
-    except DDPLossError as error:  # rows on other ranks or in another order may be drawn in another way
+    except DDPLossError as error:  # draws may be impossible for rows on other ranks or in another order
         return _draws_not_comparable(context, first_part(error))
     found = [_under(each, "the same random numbers for each row, on ranks and in one process") for each in rest]
     if not context.draws_explain_differences:
         return found or [unknown(context)]
-    if not found:  # all runs but the user's start with rank 0's weights
+    if not found:  # all runs except the user's start with rank 0's weights, which may hide a difference
         found = ask(DESYNC_RULES, context) or [unknown(quiet)]
     if _differs_less(quiet, context):
         found.append(_random_numbers_differ(context, alone=False))
@@ -63,12 +64,12 @@ def _under_same_draws(context: AuditContext) -> list[Diagnosis]:
 
 
 def ask(rules: Iterable[Rule], context: AuditContext) -> list[Diagnosis]:
-    """Collect the answers of all rules, in order."""
+    """Apply all rules in order, and return their diagnoses."""
     return [diagnosis for rule in rules for diagnosis in rule(context)]
 
 
 def _ask_stages(context: AuditContext) -> list[Diagnosis]:
-    """Ask the rules stage by stage. If none answers, ask once more with batch norm in evaluation mode."""
+    """Apply the rules stage by stage. If none applies, repeat this with batch norm in evaluation mode."""
     beside: list[Diagnosis] = []
     for stage in (*FIRST_STAGES, (wrong_terms,), *LAST_STAGES):
         found = ask(stage, context)
@@ -79,7 +80,7 @@ def _ask_stages(context: AuditContext) -> list[Diagnosis]:
     has_norms = bool(context.record.norms_at_wrap) and "batch_norm" not in context.off
     if beside or not has_norms:
         return beside
-    # perhaps the statistics of batch norm hide something else. A replay on one rank's rows has other ones, synchronized or not
+    # statistics of batch norm may hide another cause, since a replay on one rank's rows has different statistics in any case
     eval_mode = context.without("batch_norm")
     rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode)]
     if rest and context.local_norms and (_differs_less(eval_mode, context) or context.parts_at_local_norm):
@@ -88,9 +89,9 @@ def _ask_stages(context: AuditContext) -> list[Diagnosis]:
 
 
 def wrong_terms(context: AuditContext) -> Iterator[Diagnosis]:
-    """Ask each term of the loss by itself, if it has several: one may be right, and two may have different faults."""
+    """Diagnose each term of the loss separately if there are several, because some may be correct and others may have different faults."""
     if context.has_local_statistics:
-        return  # every term is wrong: asked again with batch norm in evaluation mode
+        return  # every term is wrong. The terms are diagnosed again with batch norm in evaluation mode
     lines = context.terms
     answers: list[tuple[int, Diagnosis]] = []
     for number in range(len(lines)):
@@ -98,8 +99,8 @@ def wrong_terms(context: AuditContext) -> Iterator[Diagnosis]:
         if alone.wrong:
             answers += [(number, each) for each in _ask_stages(alone) or [unknown(alone)]]
     if not any(each.fault for _, each in answers):
-        return  # nothing is known of them: the rules are asked of the whole
-    # the same fault of several terms is one diagnosis. A mean of means, which other changes may mend, and what is unknown come last
+        return  # no term has a known fault, so rules are applied to the whole loss
+    # merge equal faults of several terms. List a mean of means, which other fixes may resolve, and unknown causes last
     numbers: dict[tuple[str, str], list[int]] = {}
     for number, each in answers:
         numbers.setdefault((each.fault, each.title), []).append(number)
@@ -111,13 +112,13 @@ def wrong_terms(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def _rank_of_term(answer: tuple[int, Diagnosis]) -> int:
-    """Sort by how much a diagnosis of a term says."""
+    """Return a sort key that puts informative diagnoses of terms first."""
     _, found = answer
     return {"": 2, "F30": 1}.get(found.fault, 0)
 
 
 def _without_repeats(found: Sequence[Diagnosis]) -> list[Diagnosis]:
-    """Leave out what was found of the whole already and then of a part."""
+    """Remove diagnoses of a part that were already made for the whole."""
     first: dict[tuple[str, str], Diagnosis] = {}
     for each in found:
         first.setdefault((each.fault, each.title), each)
@@ -139,13 +140,13 @@ def _source_of_draws(context: AuditContext) -> str:
 
 
 def _draws_not_comparable(context: AuditContext, reason: str) -> list[Diagnosis]:
-    """Return F72: nobody can say what else differs from one process. What differs between ranks the rules know."""
+    """Return F72 if other differences from one process cannot be determined, and diagnoses of differences between ranks."""
     found = context.diagnosis("F72", "refused", severity="unclear", source=_source_of_draws(context), reason=reason)
     return [*ask(DESYNC_RULES, context), found]
 
 
 def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
-    """F72, alone or with another fault."""
+    """F72, either as the only fault or with another one."""
     source = _source_of_draws(context)
     confirmed = ""
     if alone:

@@ -1,10 +1,10 @@
 """One process's part of a run of `audit`: a fit of the LightningModule, with a callback that records it.
 
-Gradients are taken as the optimizer will see them: after the module's own ``on_before_optimizer_step`` and before clipping.
-Parameters are taken when the batch that stepped has ended.
+Gradients are recorded after the module's ``on_before_optimizer_step`` and before clipping. Parameters are recorded at the end of the batch
+in which the optimizer stepped.
 
-Measured with Lightning 2.6.6 in 2026: ``on_fit_start`` runs after the model was wrapped. ``on_before_optimizer_step`` of callbacks
-runs before the module's own, so a callback's hook alone would see gradients that the module changes afterwards.
+Measured with Lightning 2.6.6 in 2026: ``on_fit_start`` is called after the model was wrapped. ``on_before_optimizer_step`` of callbacks is
+called before the module's hook, so a callback's hook would record gradients that the module changes afterwards.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class FitTarget(Target):
 
     Attributes:
         model: The LightningModule.
-        data: Data module, data loaders, or None for the module's own.
+        data: Data module, data loaders, or None for the module's own loaders.
         options: Further options of the Trainer.
-        deterministic: Ask torch for deterministic algorithms.
+        deterministic: Use deterministic algorithms in torch.
         ckpt_path: Checkpoint to start from.
     """
 
@@ -96,7 +96,7 @@ class FitTarget(Target):
         if run.plans:
             data = _ReplayData(run.plans[rank], recorder)
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-                # the recorded batch has been through them
+                # these hooks have already been applied to the recorded batch
                 self.model.__dict__[hook] = lambda batch, dataloader_idx: batch
         trainer.fit(self.model, data, ckpt_path=self.ckpt_path)
         recorder.end_draws()
@@ -112,13 +112,13 @@ class FitTarget(Target):
         return recorder.record
 
 
-# options of the Trainer that an audit has no use for
+# options of the Trainer that an audit does not use
 _UNUSED = frozenset({
     "min_epochs", "min_steps", "max_time", "fast_dev_run", "val_check_interval", "check_val_every_n_epoch", "num_nodes",
     "profiler", "barebones", "log_every_n_steps", "detect_anomaly",
 })  # fmt: skip
 
-# options that speak of the user's data, which a replay does not have
+# options about the user's data, which a replay does not use
 _DATA_OPTIONS = frozenset({
     "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"
 })  # fmt: skip
@@ -126,7 +126,7 @@ _SPLIT_PARAMETERS = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")  # strategies 
 
 
 def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict[str, Any]:
-    """Build the Trainer's options for one run: the user's, and those that the audit sets itself."""
+    """Return the Trainer's options for one run: the user's options, and options that the audit sets."""
     # options of the user
     left_out = _UNUSED | _DATA_OPTIONS if run.plans else _UNUSED
     options = {name: value for name, value in target.options.items() if name not in left_out}
@@ -139,7 +139,7 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
     accumulate = options.pop("accumulate_grad_batches", 1) * run.accumulate
     if not run.accumulate:
         kept = [callback for callback in kept if not isinstance(callback, callbacks.GradientAccumulationScheduler)]
-    # parts that are switched off, and options without a meaning for a replay
+    # parts that are switched off, and options that do not apply to a replay
     if "precision" in run.without:
         options["precision"] = "64-true"
     if not run.ranks:
@@ -166,11 +166,11 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
 
 
 def _plugins(given: Any, run: Run) -> list[Any]:
-    """Choose the user's plugins that a run can have, and the ranks that exist."""
+    """Return the user's plugins that can be used in a run, and an environment with the existing processes."""
     if not isinstance(given, (list, tuple)):
         given = [given]
     plugins = [plugin for plugin in given if plugin is not None and not isinstance(plugin, ClusterEnvironment)]
-    if not run.ranks:  # one process has no peer to share statistics with
+    if not run.ranks:  # one process does not have peers with which to share statistics
         plugins = [plugin for plugin in plugins if not isinstance(plugin, LayerSync)]
     if "precision" in run.without:  # a precision plugin would contradict float64
         plugins = [plugin for plugin in plugins if isinstance(plugin, LayerSync)]
@@ -180,7 +180,7 @@ def _plugins(given: Any, run: Run) -> list[Any]:
 
 
 def _strategy_of(target: FitTarget) -> Any:
-    """Build a strategy object that starts no processes, from an object or a name."""
+    """Return a strategy object that does not start processes, given an object or a name."""
     strategy = target.strategy
     if isinstance(strategy, str):
         known = strategy in StrategyRegistry
@@ -201,7 +201,7 @@ def _strategy_of(target: FitTarget) -> Any:
 
 # ---------------------------------------------------------------------- the recording
 
-# callbacks that have no part in an audit
+# callbacks that an audit does not run
 _LEFT_OUT = (
     callbacks.Checkpoint,
     callbacks.EarlyStopping,
@@ -220,10 +220,10 @@ class FitRecorder(Recorder, Callback):
         run: Run that it records.
         folder: Folder of the run.
         rank: Rank of this process.
-        validates: True if the user's fit has validations. The audit makes none, but counts the rows that they would read twice.
+        validates: True if the user's fit has validations. The audit does not run them, but counts the rows that they would read twice.
 
     Attributes:
-        faults: Faults that the strategy leaves to the audit.
+        faults: Faults that the strategy does not check during an audit.
     """
 
     faults = ("F71",)
@@ -231,9 +231,9 @@ class FitRecorder(Recorder, Callback):
     def __init__(self, run: Run, folder: Path, rank: int, *, validates: bool) -> None:
         super().__init__(run, folder, rank)
         self.validates = validates
-        self._batch = contextlib.ExitStack()  # open for the length of a batch
-        self._rows: Any = None  # the batch
-        self._unwritten_step = 0  # step with parameters that are still to be written, else 0
+        self._batch = contextlib.ExitStack()  # open while a batch is trained on
+        self._rows: Any = None  # the current batch
+        self._unwritten_step = 0  # step whose parameters have not been written yet, or 0
         self._inside_strategy_step = False
         self._inside_training_step = False
         self._inside_counted_backward = False
@@ -244,12 +244,12 @@ class FitRecorder(Recorder, Callback):
     # ------------------------------------------------------------------ before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave out callbacks that want a validation, files or a terminal. The module may have brought some."""
+        """Remove callbacks that need a validation, files or a terminal, including callbacks added by the module."""
         kept = [each for each in trainer.callbacks if not isinstance(each, _LEFT_OUT)]  # type: ignore[attr-defined]
         trainer.callbacks = kept  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the module right after the wrap, and hook calls for which Lightning has no callback."""
+        """Record the module immediately after the wrap, and hook calls for which Lightning does not have a callback."""
         has_hooks = isinstance(trainer.strategy.model, DistributedDataParallel)
         for name, parameter in pl_module.named_parameters():
             self._wrapped[name] = WrappedParameter.of(parameter, is_hooked=has_hooks)
@@ -265,7 +265,7 @@ class FitRecorder(Recorder, Callback):
         """Start from the weights of the ranks' run, and describe the module."""
         self.start(pl_module, str(trainer.precision))
         for scheduler in trainer.lr_scheduler_configs:
-            scheduler.strict = False  # a monitored value may come from a validation
+            scheduler.strict = False  # a monitored value may be logged in a validation, which is not run
         self._describe_fit(trainer, pl_module)
         self._hook_draws(trainer, pl_module)
         run = self.run
@@ -274,7 +274,7 @@ class FitRecorder(Recorder, Callback):
             self._first_calls = FirstCalls(pl_module)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue with the generators of a run whose steps have some of their own."""
+        """Load the generators of training steps from a checkpoint that contains them."""
         if self.replaces_draws:
             self._draws.states = dict(checkpoint.get(STEP_STATES, {}))
 
@@ -283,10 +283,10 @@ class FitRecorder(Recorder, Callback):
         if self._first_calls is not None:
             self.record.verdicts = self._first_calls.verdicts()
 
-    # ------------------------------------------------------------------ hooks, which go with the process
+    # ------------------------------------------------------------------ hooks, which are never removed
 
     def _hook_draws(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let steps draw what the run asks for, forward and backward. The strategy seeds its generators when training starts."""
+        """Replace random draws in forward and backward according to the run. The strategy seeds its generators when training starts."""
         strategy = trainer.strategy
         is_done = getattr(strategy, "randomness", "rank") == "global" and "randomness" not in self.run.without
         if is_done or not self.replaces_draws:
@@ -310,7 +310,7 @@ class FitRecorder(Recorder, Callback):
         strategy.training_step, strategy.backward = training_step, backward  # type: ignore[method-assign]
 
     def _hook_steps(self, trainer: Trainer, module: LightningModule) -> None:
-        """Record gradients before each optimizer step, Lightning's own or one behind its back."""
+        """Record gradients before each optimizer step, including steps that bypass Lightning."""
         record = functools.partial(self._record_step, trainer, module)
 
         def set_inside(inside: bool, *_: Any) -> None:
@@ -322,7 +322,7 @@ class FitRecorder(Recorder, Callback):
             self._stepping = {}
 
         def record_unhooked(optimizer: Any, *_: Any) -> None:
-            # manual optimisation with optimizer.step() of torch's own calls none of Lightning's hooks
+            # in manual optimisation, calling step() of the torch optimizer bypasses Lightning's hooks
             if not module.automatic_optimization and not self._inside_strategy_step:
                 record(optimizer)
 
@@ -331,11 +331,11 @@ class FitRecorder(Recorder, Callback):
         wrap_function(trainer.strategy, "optimizer_step", before=enter, after=leave)
         for optimizer in trainer.optimizers:
             optimizer.register_step_pre_hook(record_unhooked)
-            # gradients after clipping. Lightning runs the closure inside the step, so they do not exist before it
+            # record gradients after clipping. Lightning runs the closure inside the step, so they do not exist before it
             optimizer.register_step_post_hook(record_used)
 
     def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
-        """Count backward calls that Lightning's strategy does not make, and record the gradients after its own."""
+        """Count backward calls that bypass Lightning's strategy, and record the gradients after the strategy's backward."""
 
         def count(calls: int) -> None:
             self.record.foreign_backwards += calls
@@ -348,7 +348,7 @@ class FitRecorder(Recorder, Callback):
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             is_inside, self._inside_counted_backward = self._inside_counted_backward, True
             try:
-                if not is_inside:  # a mode of torch calls it a second time
+                if not is_inside:  # a torch mode may call backward recursively
                     count(1)
                 original(loss, *args, **kwargs)
             finally:
@@ -357,7 +357,7 @@ class FitRecorder(Recorder, Callback):
         Tensor.backward = backward  # type: ignore[method-assign, assignment]
 
     def _hook_clips(self, trainer: Trainer, module: LightningModule) -> None:
-        """Record the gradients that ``training_step`` clips. Lightning's own clipping comes later."""
+        """Record the gradients that ``training_step`` clips. Lightning clips later."""
 
         def set_inside(inside: bool, *_: Any) -> None:
             self._inside_training_step = inside
@@ -380,13 +380,13 @@ class FitRecorder(Recorder, Callback):
                 self.record.metric_losses.append(name)
 
         for name, child in module.named_modules():
-            if compat.state_reductions(child) is not None:  # of torchmetrics
+            if compat.state_reductions(child) is not None:  # a metric of torchmetrics
                 child.register_forward_hook(functools.partial(note, name))
 
     # ------------------------------------------------------------------ steps
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See the gradients that DDP has reduced, before the module's own hook does."""
+        """Record the gradients that DDP has reduced, before the module's own hook."""
         self._record_fingerprints("backward", trainer, pl_module)
 
     def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule, *_: Any) -> None:
@@ -407,9 +407,9 @@ class FitRecorder(Recorder, Callback):
     def _record_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         """Record the gradients that an optimizer is about to use, and events of parameters since the wrap."""
         if self.record.steps == self.run.steps:
-            return  # the rest of a batch that steps several times
+            return  # remaining steps of a batch with several steps are not recorded
         optimizer = compat.unwrapped_optimizer(optimizer)
-        # gradients of this optimizer's parameters and of those without an optimizer
+        # record gradients of this optimizer's parameters and of parameters without an optimizer
         of_others = _parameter_ids(trainer.optimizers) - _parameter_ids([optimizer])
         parameters = parameters_by_name(trainer, module)
         self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
@@ -417,7 +417,7 @@ class FitRecorder(Recorder, Callback):
         scale = None if scaler is None else float(scaler.get_scale())
         self.record_gradients(self._stepping, optimizer, scale)
         self._unwritten_step = self.record.steps
-        # the first event of each parameter
+        # record the first event of each parameter
         for name, parameter in module.named_parameters():
             event = event_after_wrap(self._wrapped.get(name), parameter)
             if event:
@@ -437,7 +437,7 @@ class FitRecorder(Recorder, Callback):
             self.record_parameters(self._unwritten_step, parameters_by_name(trainer, pl_module), pl_module)
             self._unwritten_step = 0
         if self.record.steps >= self.run.steps:
-            trainer.should_stop = True  # Lightning does not count steps behind its back
+            trainer.should_stop = True  # Lightning does not count steps that bypass it
 
     def _describe_fit(self, trainer: Trainer, module: LightningModule) -> None:
         parameters = parameters_by_name(trainer, module)
@@ -447,7 +447,7 @@ class FitRecorder(Recorder, Callback):
         paths: dict[int, str] = {}
         for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
             paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
-        # blocks that ranks hold by design
+        # blocks of tensors that are divided over the ranks by design
         tensors = [*parameters.items(), *module.named_buffers()]
         tagged = {name: shard_of(tensor) for name, tensor in tensors}
         injecting = compat.injects_distributed_sampler(trainer)
@@ -469,9 +469,9 @@ class FitRecorder(Recorder, Callback):
 
 
 def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
-    """Return the module's parameters, and those that only an optimizer holds, by the same names in every run.
+    """Return the parameters of the module, and parameters that are only in an optimizer, by the same names in every run.
 
-    Unregistered ones are named by their place in the optimizer, even if a strategy has adopted them.
+    Unregistered parameters are named by their position in the optimizer, even if a strategy has adopted them.
     """
     found = {name: p for name, p in module.named_parameters() if not name.startswith(_ADOPTED)}
     known = set(map(id, found.values()))
@@ -484,7 +484,7 @@ def _parameter_ids(optimizers: Any) -> set[int]:
 
 
 def _loader_sizes(loaders: Any) -> LoaderRows:
-    """Return the batch size of a loader, or those of each if batches of several come together. None if unknown."""
+    """Return the batch size of a loader, or a list with the batch size of each loader if several are combined. None if unknown."""
     if isinstance(loaders, (Mapping, list, tuple)):
         each = loaders.values() if isinstance(loaders, Mapping) else loaders
         return list(map(_loader_sizes, each))
@@ -494,7 +494,7 @@ def _loader_sizes(loaders: Any) -> LoaderRows:
 
 
 def repeated_validation_rows(trainer: Trainer) -> list[int]:
-    """Return how many rows each validation loader would hand out twice, without drawing random numbers."""
+    """Return the number of rows that each validation loader would repeat, without drawing random numbers."""
     with preserve_random_state(global_generators(devices_in_use())):
         loaders = compat.set_up_validation_(trainer)
     return [repeated_rows(loader) for loader in loaders if isinstance(loader, DataLoader)]

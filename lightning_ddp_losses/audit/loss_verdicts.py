@@ -1,7 +1,8 @@
-"""Certificates of the losses that a step calls: is DDP's mean over ranks right for them, and if not, which line?
+"""Certificates of the losses that a step calls: is DDP's mean over ranks correct for them, and if not, because of which line?
 
-A loss is a module of the audited one that returns one number with a gradient. Its first call in the one process is kept, a few rows of it,
-and given to ``certify`` after the run. A loss inside another one belongs to that. A loss that sees the rows of all ranks is exact already.
+A loss is a submodule of the audited module that returns one number with a gradient. A few rows of its first call in the one process are
+stored, and passed to ``certify`` after the run. A loss inside another loss is part of the outer one. A loss over the rows of all ranks is
+exact and is skipped.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from lightning_ddp_losses.losses import certify
 from lightning_ddp_losses.losses.certificates.certificate import Certificate
 
 _ROWS = 64
-"""Most rows of an example. A certificate holds for any number of them."""
+"""Largest number of rows in an example. A certificate is valid for any number of rows."""
 _CANNOT_TELL = "cannot tell"
 
 
 @dataclass(frozen=True)
 class LossVerdict:
-    """What ``certify`` says about one loss of the audited module.
+    """The result of ``certify`` for one loss of the audited module.
 
     Attributes:
         name: Path of the loss in the module.
-        kind: Its class.
+        kind: Class of the loss.
         verdict: Verdict of its ``Certificate``.
-        line: The line that decides, with file and number. Empty if it is right, or if no line of Python does.
-        why: What is wrong with it, or why it cannot be told. Empty if it is right.
+        line: The line that determines the verdict, with file and number. Empty if the loss is correct, or if there is no Python line.
+        why: What is wrong with the loss, or why there is no verdict. Empty if it is correct.
     """
 
     name: str
@@ -49,7 +50,7 @@ class LossVerdict:
 
 
 class FirstCalls:
-    """Keeps the first call of each loss of a module.
+    """Stores the first call of each loss of a module.
 
     Args:
         module: The module.
@@ -67,7 +68,7 @@ class FirstCalls:
             self._calls[name] = module, *_few_rows(args, kwargs)
 
     def verdicts(self) -> list[LossVerdict]:
-        """Return what ``certify`` says about each loss, in the order of the module. The hooks of the audit are gone afterwards."""
+        """Return the result of ``certify`` for each loss, sorted by path. This removes the hooks of the audit from the losses."""
         found = []
         for name in _outermost(self._calls):
             module, args, kwargs = self._calls[name]
@@ -78,7 +79,7 @@ class FirstCalls:
 
 
 class _ByName(nn.Module):
-    """A loss some of whose arguments are given by name, as ``certify`` calls it: all by position."""
+    """Wraps a loss with keyword arguments, so that ``certify`` can pass all arguments by position."""
 
     def __init__(self, loss: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class _ByName(nn.Module):
 
 
 def _few_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return copies of arguments, of batches of equally many rows the first ones."""
+    """Return copies of the arguments, with only the first rows if all tensors have the same number of rows."""
     rows = {tensor.shape[0] for tensor in tensors_in((args, kwargs)) if tensor.ndim}
     may_cut = len(rows) == 1
 
@@ -103,7 +104,7 @@ def _few_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Return the paths that are inside no other one, sorted."""
+    """Return the sorted paths that are not inside another path."""
     found: list[str] = []
     for name in sorted(names):
         if not any(name.startswith(f"{outer}.") for outer in found):
@@ -112,7 +113,7 @@ def _outermost(names: Iterable[str]) -> list[str]:
 
 
 def remove_hooks_(module: nn.Module) -> None:
-    """Remove the hooks of the audit: a copy of the module would copy what they hold."""
+    """Remove the hooks of the audit, because a copy of the module would copy the objects that they reference."""
     for part in module.modules():
         for hooks in compat.hooks_of_calls(part):
             for number, hook in list(hooks.items()):
@@ -132,7 +133,7 @@ def _verdict_of(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
 
 
 def _first_reason(certificate: Certificate) -> tuple[str, str]:
-    """Return the line that decides, and what is wrong with it."""
+    """Return the line that determines the verdict, and what is wrong with it."""
     if not certificate.reasons:
         return "", ""
     first = certificate.reasons[0]

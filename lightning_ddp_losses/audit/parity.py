@@ -1,7 +1,7 @@
-"""`parity`: the audit for any training loop. N ranks run the user's step or loop, one process runs it on the joined rows.
+"""`parity`: the audit for any training loop. N ranks run the user's step or loop, and one process runs it on the joined rows.
 
-Gradients are taken when the optimizer steps, and parameters right after it. The
-one process runs the same code on the plain model, with ``no_sync`` and the switches of ``fully_shard`` there and without effect.
+Gradients are recorded when the optimizer steps, and parameters immediately after the step. The one process runs the same code on the plain
+model, to which ``no_sync`` and the methods of ``fully_shard`` are added without effect.
 """
 
 from __future__ import annotations
@@ -57,33 +57,34 @@ def parity(
 ) -> AuditReport:
     """Train a few steps with any training loop on N ranks and in one process, and compare every gradient.
 
-    The one process has no process group (a group of one if the loop asks for it), the plain model, the same weights, and the ranks'
-    batches joined in rank order. Gradients are compared as the optimizer is about to use them, and parameters after its step. Processes are
-    forked, so functions of a notebook, of ``__main__`` or inside other functions work.
+    The one process runs without a process group (or with a group of one if the loop requires it), with the plain model, the same weights,
+    and the ranks' batches joined in rank order. Gradients are compared before the optimizer uses them, and parameters after its step.
+    Processes are forked, so that functions in a notebook, in ``__main__`` or inside other functions work.
 
     Args:
-        build: Makes the model, the same on every rank, or the model and a function that makes its optimizer after the wrap:
+        build: Returns the model, which must be equal on all ranks, or the model and a function that creates its optimizer after the wrap:
             ``(model, lambda model: SGD(model.parameters(), 0.1))``.
-        step: Maps model and batch to the loss: a scalar, or a dict with ``"loss"``. Its loss over ``accumulate`` is back-propagated.
-        batches: Global batches, one for each micro-batch, or a function of ``(rank, world)`` that gives a rank its own.
-        loop: A whole optimizer step in place of ``step``: ``loop(model, optimizer, micro_batches)``, with one ``optimizer.step()``.
-            It divides by ``len(micro_batches)``, as the one process may get all rows as one.
+        step: Maps model and batch to the loss: a scalar, or a dict with ``"loss"``. The loss divided by ``accumulate`` is back-propagated.
+        batches: Global batches, one for each micro-batch, or a function of ``(rank, world)`` that returns the batches of a rank.
+        loop: A whole optimizer step instead of ``step``: ``loop(model, optimizer, micro_batches)``, with one ``optimizer.step()``.
+            It divides by ``len(micro_batches)``, because the one process may receive all rows as one batch.
         ranks: Number of ranks.
         wrap: ``"ddp"``, ``"fully_shard"``, None, or a function that wraps the model.
-        accumulate: Micro-batches to an optimizer step.
+        accumulate: Number of micro-batches per optimizer step.
         splits: Rows of a global batch for each rank: ``"even"``, ``"uneven"``, or the numbers.
-        join: ``"rows"``: tensors are cut and joined along their first dimension. A dimension, or a nest like a batch with the
-            dimension of each tensor (0 if it has none). None in it: every rank gets the whole tensor.
-        dtype: Dtype of parameters and batches. None leaves them as they are.
+        join: With ``"rows"``, tensors are split and joined along their first dimension. Otherwise a dimension, or a nest with the structure
+            of a batch and the dimension of each tensor (0 if it is not given). If the dimension is None, every rank receives the whole
+            tensor.
+        dtype: Dtype of parameters and batches. If None, they are not converted.
         precision: Dtype of autocast (``torch.bfloat16``, ``torch.float16``), with a ``dtype`` other than float64.
-        randomness: ``"global"``: ranks draw what one process draws (``global_randomness`` around each micro-batch, or around the
-            loop), from generators that nothing else draws from. ``"rank"``: each rank draws from its own, and the report says whether
-            that explains a difference.
-        steps: Optimizer steps. None: as many as the global batches are for, or one if ``batches`` is a function.
+        randomness: ``"global"``: ranks draw the random numbers that one process draws (``global_randomness`` around each micro-batch, or
+            around the loop), from generators that are used for nothing else. ``"rank"``: each rank draws from its own generators, and the
+            report states whether that explains a difference.
+        steps: Number of optimizer steps. If None, all global batches are used, or one step is made if ``batches`` is a function.
         timeout_seconds: Time limit of each run.
 
     Returns:
-        The report. Its ``raise_if_different()`` makes a test of it.
+        The report. In a test, call its ``raise_if_different()``.
 
     Raises:
         AuditError: a run failed, died or took too long. The rank and its stack are in the text.
@@ -134,7 +135,7 @@ def _listed(batches: Any) -> list[Any]:
 
 
 def _of_ranks(given: Sequence[Any], count: int, ranks: int, splits: str | Sequence[int], join: Any) -> list[list[Any]]:
-    """Cut global batches into those of each rank."""
+    """Split global batches into the batches of each rank."""
     got, fix = f"{len(given)}", "Each micro-batch is one entry."
     what = "parity(batches=...)"
     expect(len(given) >= count, what, expected=f"{count} global batches", got=got, fix=fix, error=InputError)
@@ -149,7 +150,7 @@ def _of_ranks(given: Sequence[Any], count: int, ranks: int, splits: str | Sequen
 
 
 def _rows_of(batch: Any, what: str) -> int:
-    """Count the rows of a global batch, which all of its tensors have."""
+    """Return the number of rows of a global batch, which must be equal for all of its tensors."""
     lengths = {path: leaf.shape[0] for path, leaf in leaves(batch, what) if isinstance(leaf, Tensor) and leaf.ndim}
     fix = 'Give join= the dimension of each tensor, such as {"x": 0, "mask": 1}, and None for what every rank gets.'
     is_common = len(set(lengths.values())) == 1
@@ -172,7 +173,7 @@ def _sizes(rows: int, ranks: int, splits: str | Sequence[int]) -> list[int]:
         expected = f"a multiple of {ranks} rows"
         expect(rows % ranks == 0, "batches", expected=expected, got=rows, fix=fix, error=InputError)
         return [rows // ranks] * ranks
-    # each rank one more share than the one before, and at least a row
+    # each rank has one share more than the previous rank, and at least one row
     shares = [1 + (rows - ranks) * (rank + 1) * 2 // (ranks * (ranks + 1)) for rank in range(ranks)]
     return [*shares[:-1], rows - sum(shares[:-1])]
 
@@ -186,14 +187,14 @@ class LoopTarget(Target):
 
     Attributes:
         build: Makes the model, or the model and a function that makes its optimizer.
-        step: Function from model and batch to the loss, None if ``loop`` is given.
-        loop: A whole optimizer step, from model, optimizer and micro-batches.
-        batches: Batches of each rank, or a function that makes those of one.
+        step: Function from model and batch to the loss. None if ``loop`` is given.
+        loop: A whole optimizer step, given model, optimizer and micro-batches.
+        batches: Batches of each rank, or a function that returns the batches of one rank.
         wrap: ``"ddp"``, ``"fully_shard"``, None, or a function.
-        accumulate: Micro-batches to an optimizer step.
-        join: Dimension of the rows, or a nest like a batch with the dimension of each tensor. None: the same tensor on each rank.
-        dtype: Dtype of parameters and batches. None leaves them as they are.
-        autocast: Dtype of autocast, None without it.
+        accumulate: Number of micro-batches per optimizer step.
+        join: Dimension of the rows, or a nest with the dimension of each tensor. If None, the same tensor is used on each rank.
+        dtype: Dtype of parameters and batches. If None, they are not converted.
+        autocast: Dtype of autocast, or None without autocast.
     """
 
     build: Callable[[], Any]
@@ -210,7 +211,7 @@ class LoopTarget(Target):
 
     @property
     def draws_by_window(self) -> bool:
-        """Whether the rows of all micro-batches of a step can share a draw: not where a loop takes all of them."""
+        """Whether the rows of all micro-batches of a step can share a draw. False if a loop processes all of them."""
         return self.loop is None
 
     @property
@@ -222,7 +223,7 @@ class LoopTarget(Target):
 
     def train(self, run: Run, folder: Path, rank: int) -> RankRecord:
         """Build the model, train it, and return the record."""
-        # a wrapper that outlives its group may wait for gloo's threads for ever, and an error's frames hold it
+        # an error's frames keep the wrapper alive, which may wait for gloo's threads forever after its group was destroyed
         try:
             return _Training(self, run, folder, rank).train()
         except BaseException as error:
@@ -233,7 +234,7 @@ class LoopTarget(Target):
 
 
 class _Shared:
-    """A tensor that every rank has whole. It is no tensor for the code that cuts and joins rows."""
+    """A tensor that is complete on every rank. Code that splits and joins rows does not treat it as a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -269,7 +270,7 @@ def rows_first(batch: Any, join: Any, *, back: bool = False) -> Any:
 
 
 def row_places(batch: Any, join: Any) -> list[tuple[Tensor, int | None]]:
-    """Return the tensors of a batch, each with the dimension of its rows. None: every rank has the whole tensor."""
+    """Return the tensors of a batch, each with the dimension of its rows, or None if every rank has the whole tensor."""
     if isinstance(batch, Tensor):
         dim = join if batch.ndim else None
         return [(batch, dim)]
@@ -300,7 +301,7 @@ class _Training(Recorder):
     # ------------------------------------------------------------------ before the first step
 
     def _build(self) -> None:
-        """Build model and optimizer, from the weights of the ranks' own run, and describe them."""
+        """Build model and optimizer with the initial weights of the ranks' run, and describe them."""
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
         seed_everything(_SEED, verbose=False)
@@ -310,7 +311,7 @@ class _Training(Recorder):
             refuse_unequal_build(model)
         self.start(model, self.target.precision)
         self.record.norms_at_wrap = norm_classes(model)
-        # the optimizer comes after the wrap
+        # the optimizer is created after the wrap
         self.inner, self.model = model, self._wrapped(model)
         self.optimizer = make_optimizer(self.model)
         self._check_optimizer()
@@ -345,7 +346,7 @@ class _Training(Recorder):
         return model if wrap is None else wrap(model)
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by the names that they have in the plain model."""
+        """Return the parameters by their names in the plain model."""
         named = {}
         for path, parameter in self.model.named_parameters():
             named[".".join(part for part in path.split(".") if part not in _WRAPPERS)] = parameter
@@ -389,7 +390,7 @@ class _Training(Recorder):
         return map(self.replayed_batch, enumerate(chain.from_iterable(self.run.plans[self.rank])))
 
     def _given(self, batch: Any, step: int) -> Any:
-        """Record a batch and return it as the loop gets it."""
+        """Record a batch, and return it in the form that the loop receives."""
         batch = map_batch_tensors(batch, self._cast)
         self.record_batch(batch, step, count_rows(batch))
         return map_batch_tensors(rows_first(batch, self.target.join, back=True), self._cast)
@@ -417,7 +418,7 @@ class _Training(Recorder):
         )
 
     def _accumulate(self, step: Any, micro_batches: Sequence[Any]) -> list[float | None]:
-        """Back-propagate the mean of the micro-batches' losses, as Lightning does, and step."""
+        """Back-propagate the mean of the micro-batches' losses, like Lightning, and step."""
         self.optimizer.zero_grad()
         losses: list[float | None] = []
         for index, batch in enumerate(micro_batches):
@@ -439,7 +440,7 @@ class _Training(Recorder):
     def _draws_for(
         self, batches: Sequence[Any], numbers: Sequence[int], *, ends: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward on batches as the loop gets them, by their numbers among the recorded ones."""
+        """Return the context of a forward on these batches, given their numbers among the recorded batches."""
         join = self.target.join
         places: list[tuple[Tensor, int | None]] = [(buffer, None) for buffer in self.inner.buffers()]
         for batch in batches:
@@ -448,7 +449,7 @@ class _Training(Recorder):
         return self.forward_draws(rows, places, numbers, ends=ends)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Reduce gradients in the last micro-batch only, if the wrapper can wait."""
+        """Reduce gradients only in the last micro-batch, if the wrapper supports this."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
         is_waiting = not last and hasattr(self.model, "no_sync")
@@ -459,7 +460,7 @@ class _Training(Recorder):
         on = self.target.autocast is not None and "precision" not in self.run.without
         return torch.autocast(device, dtype=self.target.autocast, enabled=on)
 
-    # ------------------------------------------------------------------ hooks, which go with the process
+    # ------------------------------------------------------------------ hooks, which are never removed
 
     def _hook_steps(self) -> None:
         """Record gradients and parameters of each optimizer step, and gradients before they are clipped."""
@@ -483,10 +484,10 @@ class _Training(Recorder):
 
 
 def refuse_unequal_build(model: nn.Module) -> None:
-    """Refuse a model that is not the same on every rank.
+    """Reject a model that differs between ranks.
 
     Raises:
-        InputError: The first parameter or buffer that differs, with its first value on each rank.
+        InputError: with the first parameter or buffer that differs, and its first value on each rank.
 
     Communication: one gather of names and digests.
     """
@@ -505,7 +506,7 @@ def refuse_unequal_build(model: nn.Module) -> None:
 
 
 def _as_if_wrapped(model: nn.Module) -> nn.Module:
-    """Give the plain model the methods of wrappers, without effect."""
+    """Add the methods of wrappers to the plain model, without effect."""
     extras = {"no_sync": contextlib.nullcontext, "module": model}
     switches = [name for name in dir(FSDPModule) if name.startswith(("set_", "reshard", "unshard"))]
     extras |= dict.fromkeys(switches, lambda *_, **__: None)
@@ -514,7 +515,7 @@ def _as_if_wrapped(model: nn.Module) -> nn.Module:
 
 
 def _cast_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers. ``Module.to`` makes complex ones real."""
+    """Cast parameters and buffers, including complex ones, which ``Module.to`` would convert to real."""
     parts = [*module.parameters(), *module.buffers()]
     wide = {part: _as_dtype(part.data, dtype) for part in parts if part.is_complex()}
     with warnings.catch_warnings():
@@ -526,7 +527,7 @@ def _cast_(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating tensor in a dtype, and a complex one with parts of it (float32 for narrower ones)."""
+    """Convert a floating-point tensor to a dtype, and a complex tensor to parts of this dtype (float32 for narrower dtypes)."""
     if tensor.is_complex():
         return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

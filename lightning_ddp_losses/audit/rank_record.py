@@ -1,8 +1,8 @@
-"""The outcome of a run: a `RankRecord` for each rank, and a folder with its tensors as raw bytes.
+"""The result of a run: a `RankRecord` for each rank, and a folder with its tensors as raw bytes.
 
-Tensors go to files one at a time and come back in pieces, so that neither writing nor comparing holds a second copy of the
-parameters. A file is named by the digest of its content, so ranks and steps with the same bits share one. A tensor that ranks hold in
-parts (``fully_shard``) is gathered first, one at a time.
+Tensors are written to files one at a time and read in pieces, so that neither writing nor comparing requires a second copy of the
+parameters. A file is named after the digest of its content, so ranks and steps with the same bits share a file. Tensors that are divided
+over the ranks (``fully_shard``) are gathered first, one at a time.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lightning_ddp_losses.audit.targets import CountedTargets
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes
 
 PIECE = 1 << 18
-"""Elements that are in memory at a time when tensors are compared."""
+"""Number of elements that are in memory at a time when tensors are compared."""
 
 # ---------------------------------------------------------------------- the record of a rank
 
 Kind = Literal["initial", "gradient", "forward buffer", "parameter", "buffer"]
-"""Kinds of stored tensors. A buffer is stored before the optimizer's step, as forward has left it, and after it."""
+"""Kinds of stored tensors. A buffer is stored after forward (before the optimizer's step) and after the step."""
 
 RowCount = int | None
-"""Samples in a batch, None if it has none."""
+"""Number of samples in a batch, or None if the batch does not contain rows."""
 
 LoaderRows = RowCount | list["LoaderRows"]
-"""The same for each loader of a ``CombinedLoader``, in its order, if a batch is a nest of one batch for each."""
+"""Number of samples, or a list with the number for each loader of a ``CombinedLoader``, if a batch contains one batch from each loader."""
 
 
 def rows_by_loader(rows: LoaderRows) -> list[int]:
@@ -53,9 +53,9 @@ class BatchRecord:
     Attributes:
         epoch: Lightning's epoch.
         step: Optimizer step that the batch belongs to, from 1.
-        rows: Samples in it, None without any, a list for several loaders.
-        file: Path of its file, empty in a replay.
-        digest: Digest of its tensors and values, empty in a replay.
+        rows: Number of samples in the batch, None if there are none, a list for several loaders.
+        file: Path of the file with the batch. Empty in a replay.
+        digest: Digest of its tensors and values. Empty in a replay.
     """
 
     epoch: int
@@ -72,7 +72,7 @@ class BatchRecord:
 
 @dataclass
 class ModuleCall:
-    """One call of a module in a traced step: projections of each row of its output, and of that output's gradient if it has one."""
+    """One call of a module in a traced step, with projections of each row of its output and of the output's gradient, if any."""
 
     name: str
     kind: str
@@ -87,23 +87,23 @@ class ModuleInfo:
     Attributes:
         owners: ``"encoder"``, ``"unregistered"``, or the loss that a parameter belongs to, by parameter.
         aliases: Path under which an unregistered parameter was found, by its name in the optimizer.
-        unoptimized: Trainable parameters that no optimizer holds.
-        shards: First class and dimension of this rank's block, for tensors that ranks hold in blocks by design.
-        caches: Buffers that no checkpoint holds. Each rank may have its own.
+        unoptimized: Trainable parameters that are not in any optimizer.
+        shards: First class and dimension of this rank's block, for tensors that are divided over the ranks by design.
+        caches: Buffers that are not saved in a checkpoint. They may differ between ranks.
         module_types: Full class name of each submodule.
-        pair_losses: Losses known to compare the rows of a batch with each other, that do not gather them.
-        dropout: Submodules that drop.
-        automatic: True if Lightning steps the optimizers itself.
-        accumulate: Batches to an optimizer step.
+        pair_losses: Losses that are known to compare the rows of a batch with each other, but do not gather them.
+        dropout: Active dropout layers.
+        automatic: True in automatic optimisation.
+        accumulate: Number of batches per optimizer step.
         clip: Lightning's ``gradient_clip_val``.
         precision: Lightning's name of the precision.
         unit: Largest relative rounding error of one operation.
         products: Options ``products=`` of the losses that are less exact than float32.
-        sync_batchnorm: True if the trainer was asked to synchronise batch norm.
+        sync_batchnorm: True if the trainer's option to synchronise batch norm is set.
         optimizers: Class names.
-        repeated_rows: Rows that each validation loader hands out twice, all ranks together.
-        reshuffled: Finding and fix if Lightning shuffled a sampler that meant its order, else empty.
-        foreign_loader: Class of a training loader that is not a DataLoader, else empty.
+        repeated_rows: Number of rows that each validation loader repeats, over all ranks.
+        reshuffled: Finding and fix if Lightning shuffled a sampler whose order matters, otherwise empty.
+        foreign_loader: Class of a training loader that is not a DataLoader, otherwise empty.
     """
 
     owners: dict[str, str] = field(default_factory=dict)
@@ -134,27 +134,26 @@ class RankRecord:
     Attributes:
         steps: Optimizer steps that were made.
         batches: One entry for each batch.
-        losses: Loss of each batch, None if it was no tensor.
+        losses: Loss of each batch, None if it was not a tensor.
         learning_rates: Learning rates of the parameter groups, at each step.
-        loss_scales: The GradScaler's scale at each step, None without one.
-        used_rng: True for each batch that drew random numbers.
+        loss_scales: The GradScaler's scale at each step, None without a scaler.
+        used_rng: For each batch, whether random numbers were drawn.
         parameter_order: Names in DDP's order.
-        parameter_count: Elements of all parameters.
+        parameter_count: Number of elements of all parameters.
         norms_at_wrap: Class of each batch norm when DDP was built.
-        norms_in_training: The same at the first batch.
-        foreign_backwards: Calls of ``Tensor.backward`` that did not come from Lightning's strategy.
+        norms_in_training: Class of each batch norm at the first batch.
+        foreign_backwards: Number of calls of ``Tensor.backward`` that bypassed Lightning's strategy.
         metric_losses: Metrics of torchmetrics that returned a value with gradient.
         fingerprints: Fingerprints of the gradients before each step, by stage and name, on ranks only. ``"backward"`` is after backward,
-            when DDP has reduced its own. ``"reduced"`` is after the strategy's whole backward, when this package has reduced its own, or
-            before a loop clips. ``"hooked"`` is after the module's ``on_before_optimizer_step``, ``"used"`` after the step.
+            when DDP has reduced its gradients. ``"reduced"`` is after the strategy's whole backward, when this package has reduced its
+            gradients, or before a loop clips. ``"hooked"`` is after the module's ``on_before_optimizer_step``, ``"used"`` after the step.
         parameter_events: First event of a parameter after the wrap (``"replaced after the wrap"``), by name.
         trace: Calls of the modules in the traced step, in forward order.
-        called_parameters: Trainable parameters of modules that ran forward.
-        cut_lines: The user's lines of that step that cut the graph of the loss between ranks, each with its kind of collective.
+        called_parameters: Trainable parameters of modules whose forward was called.
+        cut_lines: The user's lines in the traced step that cut the graph of the loss between ranks, each with its kind of collective.
         counted_targets: Cross entropies of the traced step with consecutive targets.
-        terms: The user's line of each term of the losses, in a traced run or one with some terms switched off. Empty where it is
-            not known.
-        verdicts: Certificates of the losses, of the one process.
+        terms: The user's line of each term of the losses, in a traced run or a run with some terms switched off. Empty for unknown lines.
+        verdicts: Certificates of the losses, recorded in the one process.
         module_info: The module and its trainer when training started.
         tensors: Stored tensors by step (0: before the first) and kind, then by name in the module's order.
     """
@@ -188,7 +187,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor at one step: its dtype, shape, digest, and the file that holds it (empty: there was no tensor)."""
+    """One tensor at one step: its dtype, shape, digest, and the file that contains it (empty if there was no tensor)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -206,7 +205,7 @@ class Entry:
         return math.prod(self.shape)
 
     def pieces(self, size: int = PIECE) -> Iterator[Tensor]:
-        """Read the elements as real numbers, flat and in order, at most ``size`` at a time: of a complex one its two parts."""
+        """Read the elements as real numbers, flat and in order, at most ``size`` at a time. A complex element is read as two numbers."""
         for piece in self._stored(size):
             yield torch.view_as_real(piece).flatten() if piece.is_complex() else piece
 
@@ -230,8 +229,8 @@ NO_TENSOR = Entry("", (), "", "")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, without a copy if it is contiguous on the CPU. A sparse gradient is taken as a dense one."""
-    # a conjugated tensor has the memory of the other
+    """Return a tensor's bytes, without a copy if it is contiguous on the CPU. A sparse tensor is converted to a dense one."""
+    # a conjugated tensor shares the memory of the original
     dense = tensor.detach().resolve_conj().resolve_neg()
     if dense.layout != torch.strided:
         dense = dense.to_dense()
@@ -246,9 +245,9 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def store_tensor(tensor: Tensor | None, folder: Path) -> Entry:
-    """Store a tensor in a file that is named by its digest, unless that file exists.
+    """Store a tensor in a file that is named after its digest, unless that file exists.
 
-    Communication: one gather if ranks hold parts of it, and no rank has two such tensors whole at a time.
+    Communication: one gather if the tensor is divided over the ranks. Only one such tensor is assembled at a time.
     """
     if tensor is None:
         return NO_TENSOR
@@ -291,7 +290,7 @@ class Recording:
         return self.records[rank].tensors.get((step, kind), {})
 
     def entry(self, rank: int, step: int, kind: Kind, name: str) -> Entry:
-        """Return one tensor of one rank, ``NO_TENSOR`` if the rank has none of that name."""
+        """Return one tensor of one rank, or ``NO_TENSOR`` if the rank does not have a tensor of that name."""
         return self.entries(rank, step, kind).get(name, NO_TENSOR)
 
     def entries_of(self, step: int, kind: Kind, name: str) -> list[Entry]:
@@ -303,23 +302,23 @@ class Recording:
         return list(dict.fromkeys(chain.from_iterable(self.entries(rank, step, kind) for rank in range(self.ranks))))
 
     def shard_places(self, name: str) -> list[list[int]] | None:
-        """Return first class and dimension of each rank's block, None unless the ranks hold blocks by design."""
+        """Return first class and dimension of each rank's block, or None if the tensor is not divided over the ranks by design."""
         found = [record.module_info.shards.get(name) for record in self.records]
         places = [place for place in found if place is not None]
         return places if len(places) == self.ranks else None
 
     def joined_shards(self, step: int, kind: Kind, name: str) -> Tensor | None:
-        """Join the ranks' blocks to one tensor, None without blocks."""
+        """Join the ranks' blocks to one tensor, or return None if there are no blocks."""
         places, entries = self.shard_places(name), self.entries_of(step, kind, name)
         if places is None or not all(entry.exists for entry in entries):
             return None
-        # one of the ranks that hold the same block. A rank may hold no classes
+        # use each block once, although several ranks may store it, and skip ranks without classes
         dim = places[0][1]
         by_start: dict[int, Entry] = {}
         for (start, _), entry in zip(places, entries, strict=True):
             if entry.shape[dim]:
                 by_start.setdefault(start, entry)
-        # in the order of the classes, which need not be that of the ranks
+        # blocks are joined in the order of their classes, which may differ from the order of the ranks
         return torch.cat([by_start[start].tensor() for start in sorted(by_start)], dim=dim)
 
     def stored_shards(self, step: int, kind: Kind, name: str) -> Entry | None:

@@ -1,11 +1,11 @@
 """A `Recorder` records one process of a run: gradients, parameters, losses, random numbers.
 
-Fits of a LightningModule (``fit_run``) and other training loops (``parity``) share it. They call it when a step begins, before the
-optimizer steps, and afterwards.
+Fits of a LightningModule (``fit_run``) and other training loops (``parity``) both use it. They call it when a step begins, before the
+optimizer steps, and after the step.
 
-It follows the plan of the run. Counterfactual runs separate causes: each row has the same random numbers wherever it is, or batch
-statistics or low precision are switched off on the ranks and in one process. Perturbed runs move everything by one rounding unit,
-which measures how far rounding alone moves each gradient.
+It follows the plan of the run. Counterfactual runs separate causes: each row has the same random numbers on any rank, or batch statistics
+or low precision are switched off on the ranks and in one process. Perturbed runs change parameters and inputs by one rounding unit, which
+measures the effect of rounding on each gradient.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 """Functions of ``torch.nn.utils`` that clip gradients."""
 
 _LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
-_PROJECTIONS = 4  # numbers that a trace keeps of each row
+_PROJECTIONS = 4  # number of projections of each row in a trace
 
 
 class Recorder:
@@ -66,24 +66,24 @@ class Recorder:
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
         self.run, self.folder, self.rank = run, folder, rank
         self.record = rank_record.RankRecord()
-        self._trace: CollectiveTrace | None = None  # of the batches that are being trained on
-        self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the step to come, by stage
+        self._trace: CollectiveTrace | None = None  # trace of the batches that are being trained on
+        self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the next step, by stage
         self._terms = TermSwitch(terms_off(run.without))
         self._inside_backward = False
         self._draws = TrainingSteps(takes_blocks=True)
         self._module = nn.Module()  # the one that is trained
 
     def write(self, step: int, kind: rank_record.Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Store the tensors of one step and kind. None stands for a tensor that does not exist.
+        """Store the tensors of one step and kind. None denotes a tensor that does not exist.
 
-        Communication: a gather for each tensor that ranks hold in parts.
+        Communication: a gather for each tensor that is divided over the ranks.
         """
         self.record.tensors[step, kind] = {
             name: rank_record.store_tensor(tensor, self.folder) for name, tensor in tensors
         }
 
     def start(self, module: nn.Module, precision: str) -> None:
-        """Copy the weights that the ranks started with, move them by one rounding unit if the run asks for it, and store them."""
+        """Copy the initial weights of the ranks, perturb them by one rounding unit in a perturbed run, and store them."""
         self.record.parameter_count = sum(parameter.numel() for parameter in module.parameters())
         self.record.terms = self._terms.lines
         self._module = module
@@ -100,7 +100,7 @@ class Recorder:
         self.write(0, "initial", [*module.named_parameters(), *module.named_buffers()])
 
     def _follow_calls(self, module: nn.Module) -> None:
-        """Record the trainable parameters of each module that runs forward."""
+        """Record the trainable parameters of each module whose forward is called."""
         for prefix, child in module.named_modules():
             own = [name for name, parameter in child.named_parameters(prefix, recurse=False) if parameter.requires_grad]
             if own:
@@ -117,10 +117,10 @@ class Recorder:
         """Describe the module and its optimizers.
 
         Args:
-            module: The module, unwrapped.
-            named: Its parameters, and those that only an optimizer holds.
+            module: The unwrapped module.
+            named: Its parameters, and parameters that are only in an optimizer.
             optimizers: All optimizers.
-            **further: Further fields of ``ModuleInfo``, ``precision`` among them.
+            **further: Further fields of ``ModuleInfo``, including ``precision``.
         """
         held = set(map(id, optimized(optimizers).values()))
         modules = {name: child for name, child in module.named_modules() if name}
@@ -139,7 +139,7 @@ class Recorder:
         )
 
     def follow_layers(self, module: nn.Module) -> None:
-        """In the step that is traced, record a few numbers for each row of each layer's output and of its gradient."""
+        """In the traced step, record a few numbers for each row of each layer's output and of the output's gradient."""
 
         @beside_the_step()
         def record_call(name: str, layer: nn.Module, args: Any, output: Any) -> None:
@@ -162,7 +162,7 @@ class Recorder:
                 child.register_forward_hook(functools.partial(record_call, name))
 
     def replayed_batch(self, planned: Sequence[Any]) -> Any:
-        """Load a batch of a replay, given as its number and `ReplayBatch`, moved by one rounding unit if the run asks for it."""
+        """Load a batch of a replay, given its number and `ReplayBatch`, and perturb it by one rounding unit in a perturbed run."""
         index, source = planned
         batch, perturb = source.load(), self.run.perturb
         if perturb is None:
@@ -170,7 +170,7 @@ class Recorder:
         return perturb_batch(batch, self.record.module_info.unit * perturb.share, perturb.seed * 1000 + index)
 
     def record_batch(self, batch: Any, step: int, rows: rank_record.LoaderRows, epoch: int = 0) -> None:
-        """Record a batch, and store the user's own: replays will need it."""
+        """Record a batch. In the user's run, also store it for replays."""
         found = rank_record.BatchRecord(epoch, step, rows)
         if not self.run.plans:
             path = self.folder / f"batch-{self.rank}-{len(self.record.batches)}.pkl"
@@ -180,24 +180,24 @@ class Recorder:
 
     @property
     def replaces_draws(self) -> bool:
-        """Whether this process's steps draw what the audit lets them draw."""
+        """Whether the audit replaces the random numbers that steps draw in this process."""
         return self.run.exact_draws or "randomness" in self.run.without
 
     def seed_draws(self) -> None:
-        """Seed the generators of the steps, if they have some of their own, with the run's seed."""
+        """Seed separate generators of the steps with the run's seed, unless they were loaded from a checkpoint."""
         if self.replaces_draws and not self._draws.states:
             self._draws.seed_(torch.initial_seed())
 
     def forward_draws(
         self, batch: Any, places: Places, numbers: Sequence[int], *, ends: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a forward: its draws are those of one process, if the run asks for that.
+        """Return the context of a forward, in which random numbers equal those of one process if the run requires it.
 
         Args:
-            batch: The batch, recorded before, with its rows in dimension 0.
+            batch: The batch, which has been recorded, with its rows in dimension 0.
             places: Further tensors with the dimension of their rows.
-            numbers: Its number among the recorded ones, or those of the micro-batches in it.
-            ends: Whether backward is inside too.
+            numbers: Number of the recorded batch, or the numbers of its micro-batches.
+            ends: Whether backward is also run inside the context.
         """
         if not self.replaces_draws:
             return contextlib.nullcontext()
@@ -213,12 +213,12 @@ class Recorder:
         return self._draws.backward()
 
     def end_draws(self) -> None:
-        """Refuse what the last step drew, if it had no backward."""
+        """Raise an error about the draws of the last step if it did not run a backward."""
         if self.replaces_draws:
             self._draws.end()
 
     def _planned_rows(self, numbers: Sequence[int]) -> PlannedRows:
-        """Return which rows of their draw some batches have."""
+        """Return the rows of a joint draw that these batches use."""
         planned = list(chain.from_iterable(self.run.plans[self.rank]))
         found = [planned[number].rows_of_draw() for number in numbers]
         expect(
@@ -232,9 +232,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def conditions(self, module: nn.Module, batches: int = 1) -> Iterator[None]:
-        """Switch parts off while some batches are trained on, and record whether they draw random numbers."""
+        """Switch parts off while batches are trained on, and record whether random numbers are drawn."""
         if "batch_norm" in self.run.without:
-            # batch norm uses its running statistics, and leaves them alone
+            # batch norm uses its running statistics and does not update them
             for child in module.modules():
                 if isinstance(child, compat.BATCH_NORM_TYPES):
                     child.eval()
@@ -244,7 +244,7 @@ class Recorder:
         before = self._draws_digest()
         with contextlib.ExitStack() as modes:
             if self.record.steps + 1 == self.run.trace:
-                # nodes of the graph know the line that made them
+                # graph nodes store the line that created them
                 modes.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
                 if self.run.ranks:
                     targets = modes.enter_context(TargetTrace())
@@ -255,21 +255,21 @@ class Recorder:
         self.record.used_rng += [self._draws_digest() != before] * batches
 
     def _draws_digest(self) -> str:
-        """Digest the states of all generators that steps may draw from. In a run without their randomness, their own do not count."""
+        """Digest the states of all generators that steps may draw from, except separate ones in a run without randomness."""
         digest = rng_digest()
         if "randomness" in self.run.without:
             return digest
         return digest + "".join(map(rank_record.tensor_digest, self._draws.states.values()))
 
     def _hook_losses(self) -> None:
-        """See each loss before its backward: its terms and, in a traced step, the lines that cut its graph between ranks."""
+        """Record each loss before its backward: its terms and, in a traced step, the lines that cut its graph between ranks."""
         original: Callable[..., None] = Tensor.backward
 
         @functools.wraps(original)
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             is_inside, self._inside_backward = self._inside_backward, True
             try:
-                if not is_inside:  # a backward that another one calls is not that of a loss
+                if not is_inside:  # a backward inside another one is not called on a loss
                     self._see_loss(loss, users_line(inspect.currentframe()))
                 original(loss, *args, **kwargs)
             finally:
@@ -286,7 +286,7 @@ class Recorder:
 
     @beside_the_step()
     def see_gradients(self, stage: str, named: Mapping[str, nn.Parameter]) -> None:
-        """Keep fingerprints of gradients on their way to the step, by a stage of ``RankRecord.fingerprints``."""
+        """Store fingerprints of gradients before the step, by a stage of ``RankRecord.fingerprints``."""
         self._stages[stage] = self._gradient_fingerprints(named)
 
     @beside_the_step()
@@ -310,7 +310,7 @@ class Recorder:
 
     @beside_the_step()
     def record_used(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Record the gradients as the step has left them."""
+        """Record the gradients after the step."""
         self.record.fingerprints[-1]["used"] = self._gradient_fingerprints(named)
 
     @beside_the_step()
@@ -320,9 +320,9 @@ class Recorder:
         self.write(step, "buffer", module.named_buffers())
 
     def _gradient_fingerprints(self, named: Mapping[str, nn.Parameter]) -> dict[str, int]:
-        """Return fingerprints of gradients by name. One process has no peer to compare them with and returns none.
+        """Return fingerprints of gradients by name. The result is empty in one process, because there are no peers to compare with.
 
-        Gradients that ``fully_shard`` divides are left out: each rank has another part.
+        Gradients that ``fully_shard`` divides are excluded, because each rank has a different part.
         """
         given = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
         gradients = {n: g for n, g in given.items() if g.layout == torch.strided and not isinstance(g, DTensor)}
@@ -356,7 +356,7 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
     if source is None:
         return
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        # a block of a sharded parameter is this rank's own. One process takes all blocks joined
+        # a block of a sharded parameter is copied from the same rank. One process uses the joined blocks
         sharded = source.shard_places(name) is not None
         entry = source.entry(rank if sharded else 0, 0, "initial", name)
         joined = None if run.ranks else source.joined_shards(0, "initial", name)
@@ -364,7 +364,7 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
         if not entry.exists or shape != tuple(tensor.shape):
             continue
         with torch.no_grad():
-            if isinstance(tensor, DTensor):  # this rank's part, which no other has to send
+            if isinstance(tensor, DTensor):  # copy this rank's part, without communication
                 mesh, placements = tensor.device_mesh, tensor.placements
                 tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
             elif joined is not None or entry.digest != rank_record.tensor_digest(tensor):
@@ -375,7 +375,7 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
 
 
 def _projections(values: Tensor) -> list[list[float]]:
-    """Return a few random projections of each row, the same ones in every process. A scalar is one row."""
+    """Return a few random projections of each row, which are equal in every process. A scalar is one row."""
     detached = values.detach()
     if detached.is_complex():
         detached = torch.view_as_real(detached.resolve_conj())
@@ -388,7 +388,7 @@ def _projections(values: Tensor) -> list[list[float]]:
 
 
 def norm_classes(module: nn.Module) -> dict[str, str]:
-    """Return the class of each batch norm, by name, ``SyncBatchNorm`` for a layer that this package synchronises."""
+    """Return the class of each batch norm by name, which is ``SyncBatchNorm`` for a layer that this package synchronises."""
     found = {}
     for name, child in module.named_modules():
         cls = type(child).__name__
@@ -399,7 +399,7 @@ def norm_classes(module: nn.Module) -> dict[str, str]:
 
 def parameter_owners(module: nn.Module, names: list[str]) -> dict[str, str]:
     """Return ``encoder``, ``unregistered`` or the name of the loss that a parameter belongs to, for each name."""
-    # losses that the strategies know, and modules with the name of one
+    # losses that the strategies find, and modules whose class has the name of a loss
     losses = [loss.name for loss in find_losses(module)]
     for name, child in module.named_modules():
         if name and _LOSS_NAME.search(type(compat.uncompiled(child)).__name__):
@@ -413,7 +413,7 @@ def parameter_owners(module: nn.Module, names: list[str]) -> dict[str, str]:
 
 
 def local_pair_losses(module: nn.Module) -> list[str]:
-    """List the losses that compare rows, by name, but those inside something that gathers the rows of all ranks."""
+    """List the losses that compare rows by name, except losses inside a module that gathers the rows of all ranks."""
     found = []
     gathering: tuple[str, ...] = ()
     for name, child in module.named_modules():
@@ -427,7 +427,7 @@ def local_pair_losses(module: nn.Module) -> list[str]:
 
 
 def _caches_in(module: nn.Module) -> list[str]:
-    """Return the paths of the buffers that the state dict leaves out."""
+    """Return the paths of the buffers that are not in the state dict."""
     found = []
     for path, child in module.named_modules():
         found += [
@@ -437,7 +437,7 @@ def _caches_in(module: nn.Module) -> list[str]:
 
 
 def optimized(optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-    """Return the parameters that optimizers hold, by their place."""
+    """Return the parameters in optimizers by their position."""
     found = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
@@ -447,7 +447,7 @@ def optimized(optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """Return the loss that a step has returned, by itself or in a dict. None if that is no tensor."""
+    """Return the loss that a step has returned, directly or in a dict, or None if it is not a tensor."""
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
 
@@ -463,7 +463,7 @@ ABLATIONS = {
 
 
 def rng_digest() -> str:
-    """Digest the random states that a training step may draw from: two that differ mean that something was drawn."""
+    """Digest the random states that a training step may draw from. Two digests differ if random numbers were drawn in between."""
     found = hashlib.blake2b(digest_size=12)
     for generator in global_generators(devices_in_use()):
         source = random_source(generator)
@@ -484,8 +484,8 @@ def unit_roundoff(module: nn.Module, precision: str) -> float:
     """Return the largest relative rounding error of one operation.
 
     Args:
-        module: Its parameters' dtypes count where ``precision`` is that of plain float32 training.
-        precision: Lightning's name (``"bf16-mixed"``).
+        module: Module whose parameters' dtypes are used if ``precision`` denotes plain float32 training.
+        precision: Lightning's name of the precision (``"bf16-mixed"``).
     """
     name = precision.split("-", maxsplit=1)[0]
     if name not in _ROUNDOFF:
@@ -494,21 +494,21 @@ def unit_roundoff(module: nn.Module, precision: str) -> float:
         return _ROUNDOFF[name]
     of_parameters = [torch.finfo(p.dtype).eps / 2 for p in module.parameters() if p.is_floating_point()]
     unit = max(of_parameters, default=_ROUNDOFF[name])
-    # float64 is never multiplied in less
+    # products of float64 rows are never computed in a lower precision
     if unit < _ROUNDOFF["32"]:
         return unit
     return max([unit, *map(rounding_of, product_choices(module))])
 
 
 def product_choices(module: nn.Module) -> list[ProductChoice]:
-    """Return how the losses inside a module multiply rows, if that is less exact than float32, sorted and without repeats."""
+    """Return the sorted product options of losses inside a module that are less exact than float32, without repetitions."""
     found: set[ProductChoice] = {child.products for child in module.modules() if isinstance(child, _WITH_PRODUCTS)}
     return sorted(found - {"float32", "auto"})
 
 
 @torch.no_grad()
 def _perturb_(tensor: Tensor, unit: float, generator: torch.Generator) -> None:
-    """Move each element by one rounding unit, up or down at random, a piece at a time."""
+    """Move each element by one rounding unit, up or down at random, piece by piece."""
     eps = torch.finfo(tensor.dtype).eps
     step = eps if unit <= eps / 2 else unit  # a factor of 1 + eps / 2 would round to 1
     pieces: tuple[Tensor, ...] = (tensor,)
@@ -521,7 +521,7 @@ def _perturb_(tensor: Tensor, unit: float, generator: torch.Generator) -> None:
 
 
 def perturb_batch(batch: Any, unit: float, seed: int) -> Any:
-    """Return the batch with its floating tensors moved by one rounding unit."""
+    """Return the batch with its floating-point tensors perturbed by one rounding unit."""
     generator = torch.Generator().manual_seed(seed)
 
     def perturbed(tensor: Tensor) -> Tensor:

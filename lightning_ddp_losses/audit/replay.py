@@ -1,8 +1,8 @@
-"""Plans of runs: the ranks' batches for another run, joined, cut, or one after the other.
+"""Plans of runs: the ranks' batches for another run, which are joined, split, or used in turn.
 
-A batch is a nest: dicts, lists, tuples, named tuples and dataclasses of tensors. Rows are counted along the first dimension and
-joined in rank order. Parts that are no rows (a string, a number, None, a tensor of another length that is the same on every rank)
-pass through. Any other part is an error that names it.
+A batch is a nest of dicts, lists, tuples, named tuples and dataclasses of tensors. Rows are counted along the first dimension and joined in
+rank order. Parts that are not rows (a string, a number, None, a tensor of another length that is equal on all ranks) are passed unchanged.
+Any other part raises an error that names it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from lightning_ddp_losses.randomness.step import PlannedRows
 
 @dataclass
 class Target(abc.ABC):
-    """A training that is run on ranks and in one process. Processes are forked, so it may hold anything.
+    """A training that is run on ranks and in one process. It does not have to be picklable, because processes are forked.
 
     Attributes:
         strategy: Name of the strategy or wrapper, or Lightning's object.
-        seconds: Time that a rank waits for another.
-        randomness: ``"global"``: draws of the ranks are those of one process, in the user's own run too.
+        seconds: Time limit for each run and for collectives.
+        randomness: With ``"global"``, ranks draw the random numbers that one process draws, also in the user's run.
     """
 
     strategy: Any
@@ -62,15 +62,15 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def train(self, run: Run, folder: Path, rank: int) -> rank_record.RankRecord:
-        """Do one process's part of a run and return its record. The process group, if the run has one, exists."""
+        """Run one process's part of a run and return its record. The process group, if any, has already been created."""
 
     def perform(self, run: Run, folder: Path, rank: int) -> rank_record.RankRecord:
-        """Join the ranks if the run has some, train, and leave. Warnings of the run are not shown."""
+        """Create the process group if the run has one, train, and destroy the group. Warnings of the run are not shown."""
         world = run.ranks or int(run.group)
         if world:
             timeout = timedelta(seconds=self.seconds)
             process_groups.join(str(folder / "ranks"), rank, world, backend=self.backend, timeout=timeout)
-        # Lightning's account of devices, its advice, and warnings are the training's business, not the audit's
+        # hide Lightning's messages and warnings, which are about the training and not about the audit
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
@@ -81,16 +81,16 @@ class Target(abc.ABC):
 
 
 Choice = Callable[[list[int]], list[int]]
-"""From the number of rows in each recorded batch to the places that are taken, of all their rows joined."""
+"""Maps the number of rows in each recorded batch to the selected indices of the joined rows."""
 
 
 @dataclass(frozen=True)
 class ReplayBatch:
-    """One batch of a replay: recorded batches joined in this order, or some of the rows that they make.
+    """One batch of a replay: recorded batches joined in this order, or some of the joined rows.
 
     Attributes:
         records: The recorded batches.
-        choose: Chooses rows, for each loader separately. None takes all rows.
+        choose: Selects rows, for each loader separately. If None, all rows are used.
         whole: All batches whose rows share a draw, in the order of one process.
         number: Number of that draw.
     """
@@ -101,20 +101,20 @@ class ReplayBatch:
     number: int = 0
 
     def load(self) -> Any:
-        """Read the recorded batches and make the one that is replayed."""
+        """Read the recorded batches, and return the batch that is replayed."""
         batches = [load_batch(record.file) for record in self.records]
         return join_batches(batches, [record.rows for record in self.records], self.choose)
 
     @property
     def row_count(self) -> rank_record.LoaderRows:
-        """Samples in the batch, as far as the recorded ones tell."""
+        """Number of samples in the batch, computed from the recorded batches."""
         return self._count([record.rows for record in self.records])
 
     def rows_of_draw(self) -> PlannedRows:
-        """Return which rows of the whole draw this batch has.
+        """Return the rows of the joint draw that this batch uses.
 
         Raises:
-            InputError: loaders that give different numbers of rows.
+            InputError: if loaders have different numbers of rows.
         """
         starts: dict[int, int] = {}
         total = 0
@@ -131,7 +131,7 @@ class ReplayBatch:
         return PlannedRows(tuple(order), total, derived_seed(self.number))
 
     def _count(self, rows: Sequence[rank_record.LoaderRows]) -> rank_record.LoaderRows:
-        """Count the rows that are taken, loader by loader."""
+        """Count the selected rows for each loader."""
         lists = [each for each in rows if isinstance(each, list)]
         if len(lists) == len(rows) and len(set(map(len, lists))) == 1:
             return [self._count(of_loader) for of_loader in zip(*lists, strict=True)]
@@ -140,7 +140,7 @@ class ReplayBatch:
 
 
 def _single_count(record: rank_record.BatchRecord) -> int:
-    """Return the number of rows of a batch, the same in each loader."""
+    """Return the number of rows of a batch, which must be equal for all loaders."""
     counts = set(rank_record.rows_by_loader(record.rows))
     is_one = len(counts) == 1
     expect(is_one, "batch", expected="as many rows in each loader", got=sorted(counts), error=InputError)
@@ -152,11 +152,11 @@ Plan = list[list[ReplayBatch]]
 
 
 class Perturbation(NamedTuple):
-    """A random move of parameters and inputs.
+    """A random perturbation of parameters and inputs.
 
     Attributes:
         seed: Seed of the directions.
-        share: Length, in rounding units.
+        share: Size in rounding units.
     """
 
     seed: int
@@ -171,17 +171,17 @@ class Run:
     """Plan of one run.
 
     Attributes:
-        name: Name of its folder.
-        ranks: Number of processes with a process group, 0 for one process without a group.
-        plans: Batches for each process, empty for the user's data.
-        start: Recording with the initial weights. None leaves the module as it is.
-        steps: Optimizer steps.
-        accumulate: Multiple of the user's accumulation, 0 for no accumulation.
-        without: Names out of ``ABLATIONS`` that are switched off.
-        perturb: Move of parameters and inputs in the size of rounding, None without it.
-        trace: Step at which activations and their gradients are recorded, 0 for none.
-        group: Give the one process a process group, for a module that asks for one.
-        exact_draws: Training steps draw the numbers that one process draws, from generators of their own.
+        name: Name of the run and its folder.
+        ranks: Number of processes with a process group, or 0 for one process without a group.
+        plans: Batches for each process. If empty, the user's data is used.
+        start: Recording with the initial weights. If None, the module's weights are used.
+        steps: Number of optimizer steps.
+        accumulate: Multiple of the user's accumulation, or 0 for no accumulation.
+        without: Names in ``ABLATIONS`` that are switched off.
+        perturb: Perturbation of parameters and inputs by rounding units, or None.
+        trace: Step at which activations and their gradients are recorded, or 0.
+        group: Create a process group for the one process, if the module requires one.
+        exact_draws: Training steps draw the numbers that one process draws, from separate generators.
     """
 
     name: str
@@ -198,18 +198,18 @@ class Run:
 
     @property
     def processes(self) -> int:
-        """How many processes."""
+        """Number of processes."""
         return max(1, self.ranks)
 
 
-# ---------------------------------------------------------------------- who gets which batches
+# ---------------------------------------------------------------------- assignment of batches to processes
 
-Column = list[rank_record.BatchRecord]  # the batches that the ranks had at the same time, in rank order
-Assignment = Callable[[Column], list[list[ReplayBatch]]]  # a column -> batches for each process
+Column = list[rank_record.BatchRecord]  # simultaneous batches of all ranks, in rank order
+Assignment = Callable[[Column], list[list[ReplayBatch]]]  # column -> batches for each process
 
 
 def even_rows(start: int, stop: int | None = None) -> Choice:
-    """Choose the equal shares ``start`` to ``stop`` of as many as there are batches. Rows that do not divide are left out."""
+    """Return a choice of shares ``start`` to ``stop`` of the joined rows, divided into one equal share per batch. Drops the remainder."""
 
     def choose(counts: list[int]) -> list[int]:
         share = sum(counts) // len(counts)
@@ -220,7 +220,7 @@ def even_rows(start: int, stop: int | None = None) -> Choice:
 
 
 def exchanged_rows(counts: list[int]) -> list[int]:
-    """Choose the first batch's rows, but the second one's row at every second place that all batches have."""
+    """Select the rows of the first batch, with every second row that exists in all batches replaced by the second batch's row."""
     own = counts[0]
     places = list(range(own))
     for place in range(1, min(counts), 2):
@@ -247,28 +247,28 @@ def plan_replay(
     whole_windows: bool,
     draws_by_window: bool = True,
 ) -> tuple[Plan, ...]:
-    """Plan a replay of the batches that the ranks had, one plan for each process.
+    """Plan a replay of the ranks' batches, with one plan for each process.
 
     Args:
         recording: Recording of the ranks.
-        assignment: ``"same"``: each rank its own. ``"exchanged"``: the same with the next rank's row at every second place, so
-            that no row changes its place in a batch. ``"joined"``: one process, in rank order. ``"reversed"``: the other way
-            round. ``"local"``: one process, the ranks' batches one after the other. ``"even"``: joined rows, divided evenly.
-            ``"even joined"``: those rows for one process. A number: the batches of that rank, for one process.
-        steps: Only the batches of the first so many optimizer steps.
+        assignment: ``"same"``: each rank uses its own batches. ``"exchanged"``: the same, with every second row replaced by the row of the
+            next rank at the same position. ``"joined"``: one process with the batches joined in rank order. ``"reversed"``: joined in
+            reverse order. ``"local"``: one process with the ranks' batches in turn. ``"even"``: joined rows, divided evenly. ``"even
+            joined"``: the same rows for one process. A number: the batches of that rank for one process.
+        steps: Number of optimizer steps whose batches are used.
         whole_windows: Join all batches of an optimizer step, for ``"joined"`` and ``"reversed"``.
-        draws_by_window: The rows of all batches of an optimizer step share a draw, if draws are those of one process. Otherwise those of
-            the batches of the same time.
+        draws_by_window: With draws of one process, whether the rows of all batches of an optimizer step share a draw. Otherwise only the
+            rows of simultaneous batches share a draw.
     """
-    # batches of the same time on all ranks. Further batches of one rank are left out
+    # combine simultaneous batches of all ranks. Additional batches of some ranks are dropped
     of_ranks = [record.batches for record in recording.records]
     columns = [list(column) for column in zip(*of_ranks, strict=False) if column[0].step <= steps]
     windows = {
         step: list(chain.from_iterable(group)) for step, group in groupby(columns, key=lambda each: each[0].step)
     }
-    if whole_windows:  # the batches of a step as one column, as if there were more ranks
+    if whole_windows:  # combine the batches of a step in one column, as if there were more ranks
         columns = [*windows.values()]
-    # each column for each process, by epoch
+    # assign each column to processes, by epoch
     plans: dict[int, dict[int, list[ReplayBatch]]] = {0: {}}
     for number, column in enumerate(columns):
         whole, draw = column, number
@@ -286,7 +286,7 @@ def plan_replay(
 
 
 def map_batch_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Build the same nest with its tensors changed."""
+    """Return the same nest with ``change`` applied to its tensors."""
     children = children_of(tree)
     if children is not None:
         return rebuild_nest(tree, [map_batch_tensors(child, change) for _, child in children])
@@ -294,17 +294,17 @@ def map_batch_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def count_rows(tree: Any, hint: rank_record.RowCount = None) -> rank_record.RowCount:
-    """Count the samples of a batch, None without any.
+    """Count the samples of a batch. Return None if there are none.
 
     Args:
         tree: A batch.
-        hint: The data loader's batch size. It is taken if some part of the batch has that length.
+        hint: The data loader's batch size, which is returned if some part of the batch has that length.
     """
     lengths = [leaf.shape[0] for _, leaf in leaves(tree) if is_array(leaf) and leaf.ndim]
     lists = _list_lengths(tree)
     if hint is not None and hint in (*lengths, *lists):
         return hint
-    # tensors of many lengths: samples of different sizes, so the lists count
+    # if tensors have different lengths, samples have different sizes, and lists contain one element per sample
     found = lengths
     if lists and len(set(lengths)) != 1:
         found = lists
@@ -315,17 +315,17 @@ def count_rows(tree: Any, hint: rank_record.RowCount = None) -> rank_record.RowC
 
 
 def count_loader_rows(batch: Any, hints: rank_record.LoaderRows) -> rank_record.LoaderRows:
-    """Count the samples of a batch loader by loader, as far as its nest is that of the loaders' ``hints``."""
+    """Count the samples of a batch for each loader, if its structure matches the loaders' ``hints``."""
     if not isinstance(hints, list):
         return count_rows(batch, hints)
     of_loaders = _loader_batches(batch, hints)
-    if not of_loaders:  # a hook of the module has made something else of it
+    if not of_loaders:  # a hook of the module has changed the structure
         return count_rows(batch)
     return [count_loader_rows(child, hint) for _, child, hint in of_loaders]
 
 
 def _loader_batches(batch: Any, rows: rank_record.LoaderRows) -> list[tuple[str, Any, rank_record.LoaderRows]]:
-    """List key, batch and rows of each loader, none if ``rows`` counts those of one loader or does not fit the batch."""
+    """List key, batch and rows of each loader, or nothing if ``rows`` is a single number or does not match the batch."""
     if not isinstance(rows, list) or not isinstance(batch, (Mapping, list, tuple)) or len(batch) != len(rows):
         return []
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
@@ -342,7 +342,7 @@ def batch_digest(tree: Any) -> str:
 
 
 def row_digests(batch: Any, rows: int) -> list[str]:
-    """Digest each row of a batch, none if its rows hold at most one number that is not whole."""
+    """Digest each row of a batch. The list is empty unless rows have several floating-point numbers in one tensor."""
     parts = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows]
     if not any(part.is_floating_point() and part[0].numel() > 1 for part in parts if rows):
         return []
@@ -350,7 +350,7 @@ def row_digests(batch: Any, rows: int) -> list[str]:
 
 
 def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
-    """Collect the lengths of all lists inside a batch, but not of the batch itself."""
+    """Collect the lengths of all lists inside a batch, excluding the batch itself."""
     found = []
     if isinstance(tree, list) and not root:
         found.append(len(tree))
@@ -360,7 +360,7 @@ def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
 
 
 def _has_sample_lists(tree: Any, rows: rank_record.RowCount) -> bool:
-    """Return whether some list holds a sample of any size for each row (images of a detector, boxes)."""
+    """Return whether some list contains one sample of any size for each row (images of a detector, boxes)."""
     if isinstance(tree, list) and len(tree) == rows and len(set(map(type, tree))) == 1:
         arrays = [leaf for _, leaf in leaves(tree) if is_array(leaf)]
         if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in arrays):
@@ -369,7 +369,7 @@ def _has_sample_lists(tree: Any, rows: rank_record.RowCount) -> bool:
 
 
 def _are_rows(tree: Any, rows: rank_record.RowCount, sample_lists: bool) -> bool:
-    """Return whether a list has one element for each row, and not tensors that hold all rows each (two views)."""
+    """Return whether a list has one element for each row, as opposed to tensors with all rows (two views)."""
     if not isinstance(tree, list) or len(tree) != rows:
         return False
     return sample_lists or not any(is_array(leaf) for _, leaf in leaves(tree))
@@ -384,19 +384,19 @@ def join_batches(
     choose: Choice | None = None,
     path: str = "batch",
 ) -> Any:
-    """Join the rows of all batches to one batch, in the order given, batches of several loaders loader by loader.
+    """Join the rows of all batches to one batch in order. Batches from several loaders are joined separately for each loader.
 
     Args:
-        batches: One for each rank, with equal structures.
-        hints: Number of rows in each, if that is known.
-        choose: Chooses rows of the joined batch. None takes all rows.
+        batches: One batch for each rank, with equal structures.
+        hints: Number of rows in each batch, if known.
+        choose: Selects rows of the joined batch. If None, all rows are used.
         path: Name of the batch in errors.
 
     Raises:
-        InputError: A part that cannot be joined, by its path, with the part of each rank.
+        InputError: for a part that cannot be joined, with its path and the part of each rank.
     """
     known = hints or [None] * len(batches)
-    # batches of several loaders: the same for each of them
+    # join batches from several loaders recursively
     of_ranks = [_loader_batches(batch, rows) for batch, rows in zip(batches, known, strict=True)]
     if all(of_ranks) and len({len(of_rank) for of_rank in of_ranks}) == 1:
         children = []
@@ -415,7 +415,7 @@ def join_batches(
 
 
 def take_rows(batch: Any, places: Sequence[int], hint: rank_record.RowCount = None) -> Any:
-    """Take the rows at ``places``. Parts that are no rows stay."""
+    """Select the rows at ``places``. Parts that are not rows are unchanged."""
     rows = count_rows(batch, hint)
     sample_lists = _has_sample_lists(batch, rows)
 
@@ -433,11 +433,11 @@ def take_rows(batch: Any, places: Sequence[int], hint: rank_record.RowCount = No
 
 
 class _Join:
-    """Joins the ranks' batches of one loader, place by place.
+    """Joins the ranks' batches of one loader, part by part.
 
     Args:
-        batches: One for each rank.
-        counts: Rows in each.
+        batches: One batch for each rank.
+        counts: Number of rows in each batch.
     """
 
     def __init__(self, batches: Sequence[Any], counts: list[rank_record.RowCount]) -> None:
@@ -446,7 +446,7 @@ class _Join:
         self.sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
 
     def join(self, items: Sequence[Any], path: str) -> Any:
-        """Join the ranks' parts at one place of the nest."""
+        """Join the ranks' parts at one path of the nest."""
         first = items[0]
         if any(type(item) is not type(first) for item in items):
             raise _cannot_join(path, "the same type on every rank", [type(item).__name__ for item in items])
@@ -458,7 +458,7 @@ class _Join:
                 return self._join_tensors([torch.as_tensor(item) for item in items], path).numpy()
             except TypeError as error:
                 raise _cannot_join(path, "an array of numbers", [str(item.dtype) for item in items]) from error
-        # lists of one element for each row
+        # lists with one element for each row
         lengths_fit = isinstance(first, list) and [len(item) for item in items] == self.counts
         if lengths_fit and _are_rows(first, self.counts[0], self.sample_lists):
             return list(chain.from_iterable(items))
@@ -481,11 +481,11 @@ class _Join:
         if any(item.is_nested for item in items):
             shown = ["a nested tensor" if item.is_nested else "a tensor" for item in items]
             raise _cannot_join(path, "plain tensors", shown)
-        # rows: equal in all but the first dimension, and as many as the batch has
+        # tensors of rows have equal dimensions except the first, which is the number of rows in the batch
         alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
         if alike and [item.shape[0] for item in items] == self.counts:
             return torch.cat(list(items))
-        # no rows, and the same everywhere: class weights, a temperature
+        # other tensors must be equal on all ranks: class weights, a temperature
         if all(_is_same(item, first) for item in items):
             return first
         pairs = zip(items, self.counts, strict=True)
@@ -499,7 +499,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return rank_record.tensor_digest(one) == rank_record.tensor_digest(other)
     try:
         return bool(one == other)
-    except Exception:  # parts that cannot be compared are the same only if they are one object
+    except Exception:  # parts that cannot be compared are equal only if they are the same object
         return one is other
 
 
@@ -516,7 +516,7 @@ def _cannot_join(path: str, expected: str, ranks: list[str]) -> InputError:
 
 
 class _BatchPickler(pickle.Pickler):
-    """Pickles classes that cannot be imported (of a closure) by name: the reader was forked from the same process."""
+    """Pickles classes that cannot be imported (from a closure) by name, because the reader was forked from the same process."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, type):
@@ -532,7 +532,7 @@ class _BatchPickler(pickle.Pickler):
 
 def _find_class(module: str, qualname: str) -> type:
     """Find a class among all that exist in this process."""
-    # breadth first through the subclasses of object
+    # search the subclasses of object breadth first
     queue: list[type[Any]] = [object]
     seen: set[type[Any]] = {object}
     for cls in queue:
@@ -545,10 +545,10 @@ def _find_class(module: str, qualname: str) -> type:
 
 
 def save_batch(batch: Any, path: Path) -> None:
-    """Store a batch, its tensors moved to the CPU.
+    """Store a batch with its tensors moved to the CPU.
 
     Raises:
-        InputError: The part that cannot be stored, by its path.
+        InputError: for a part that cannot be stored, with its path.
     """
     stored = map_batch_tensors(batch, lambda tensor: tensor.detach().cpu().clone())
     try:
@@ -562,7 +562,7 @@ def save_batch(batch: Any, path: Path) -> None:
 
 
 def can_pickle(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bool:
-    """Return whether a value can be sent to a process."""
+    """Return whether a value can be pickled."""
     try:
         pickler(io.BytesIO()).dump(value)
     except Exception:
@@ -571,10 +571,10 @@ def can_pickle(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bo
 
 
 def load_batch(path: Path | str) -> Any:
-    """Read a batch that ``save_batch`` stored. It may be of any class, so it is a pickle, which can run anything when it is read.
+    """Read a batch that ``save_batch`` stored. A batch may have any class, so the file is a pickle, which can run code when it is read.
 
     Raises:
-        InputError: another user could have written it.
+        InputError: if another user could have written the file.
     """
     refuse_foreign_file(Path(path))
     with open(path, "rb") as file:
@@ -582,10 +582,10 @@ def load_batch(path: Path | str) -> Any:
 
 
 def refuse_foreign_file(path: Path) -> None:
-    """Refuse a file that is not this user's, in a folder into which this user alone writes.
+    """Reject a file unless it belongs to this user and is in a folder to which only this user can write.
 
     Raises:
-        InputError: The owner of the file and of its folder.
+        InputError: with the owners of the file and of its folder.
     """
     if not hasattr(os, "getuid"):
         return

@@ -1,6 +1,6 @@
 """`AuditReport`: the results of an audit as objects, as a table in the terminal, as JSON, as an HTML page with a figure.
 
-The page is the terminal's text as rich exports it, with every row. The figure shows the ratio of each gradient in layer order.
+The HTML page contains the terminal's text, exported by rich, with all rows. The figure shows the ratio of each gradient in layer order.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SHOWN = 12  # rows of the table in the terminal
-_PAGE_WIDTH = 150  # characters of a line of the HTML page's tables
-_WIDE = 100  # characters. A narrower terminal shows fewer columns
+_SHOWN = 12  # largest number of rows of the table in the terminal
+_PAGE_WIDTH = 150  # width in characters of tables on the HTML page
+_WIDE = 100  # width in characters below which a terminal shows fewer columns
 _COLORS = {"error": "red", "explanation": "yellow", "unclear": "yellow", "note": "cyan"}
 _DPI = 130
-_SHOWN_FIRST = ("unclear", "no gradient")  # of the rows that do not differ for certain
-_NO_NUMBERS = ["-", "-", "-"]  # ratio, cosine and error of a gradient that is zero in truth
+_SHOWN_FIRST = ("unclear", "no gradient")  # verdicts listed first among rows that do not differ for certain
+_NO_NUMBERS = ["-", "-", "-"]  # shown as ratio, cosine and error of a gradient that is zero up to rounding
 
 
 @dataclass
@@ -44,16 +44,16 @@ class AuditReport:
     """Comparison of N ranks with one process: equal or not, the differences, their causes and fixes.
 
     Attributes:
-        equal: True if every gradient and every parameter is the same within rounding, on all ranks, and the batches were
-            dealt out right.
+        equal: True if every gradient and every parameter is equal within rounding on all ranks, and the batches were distributed
+            correctly.
         rows: One row for each gradient and step, in the module's order.
-        updates: The same for parameters and floating buffers after the step.
+        updates: The same for parameters and floating-point buffers after the step.
         losses: One entry for each batch.
-        diagnoses: Causes, the likeliest first, empty for an equal run.
-        notes: True of both runs, so no difference, but worth knowing.
+        diagnoses: Causes, most likely first. Empty for an equal run.
+        notes: Facts about both runs, which are not differences but worth knowing.
         settings: Devices, steps, strategy, precision, rounding unit, seconds, ...
-        accumulation: Comparison with both kinds of one process if a step accumulates micro-batches, else None.
-        loss_verdicts: What ``certify`` says about each loss of the module that a step called.
+        accumulation: Comparison with both kinds of one process if a step accumulates micro-batches, otherwise None.
+        loss_verdicts: Results of ``certify`` for each loss of the module that a step called.
 
     Example:
         >>> report = AuditReport(True, [], [], [], [], [], {"devices": 2, "steps": 3})
@@ -73,7 +73,7 @@ class AuditReport:
 
     @property
     def verdict(self) -> Literal["equal", "different", "cannot tell"]:
-        """``"cannot tell"`` if differences may be rounding of the precision or a fault, or if gradients are not finite."""
+        """``"cannot tell"`` if differences may be caused by rounding or by a fault, or if gradients are not finite."""
         if self.equal:
             return "equal"
         is_unclear = self.diagnoses and all(each.severity == "unclear" for each in self.diagnoses)
@@ -86,21 +86,21 @@ class AuditReport:
 
     @property
     def _shown_step(self) -> int:
-        """The first step at which something differs, else the last."""
+        """The first step at which something differs, or the last step if nothing differs."""
         return self.first_step or max((row.step for row in self.rows), default=1)
 
     def worst(self) -> list[ComparedRow]:
-        """Rows of the first step at which something differs (else of the last), the largest error first."""
+        """Return rows of the first step at which something differs (or of the last step), with the largest error first."""
         step = self._shown_step
         rows = [row for row in self.rows if row.step == step]
-        # a parameter that differs after the step although its gradient does not
+        # add parameters that differ after the step although their gradients do not
         wrong = {row.parameter for row in rows if not row.exact}
         updates = [row for row in self.updates if row.step == step and not row.exact]
         rows += [row for row in updates if row.parameter not in wrong]
         return sorted(rows, key=lambda row: (row.exact, row.verdict not in _SHOWN_FIRST, -row.sortable_error))
 
     def name(self, parameter: str) -> str:
-        """A parameter as the user knows it."""
+        """Return the name of a parameter for messages."""
         return str(self.settings.get("aliases", {}).get(parameter, parameter))
 
     def raise_if_different(self) -> None:
@@ -116,7 +116,7 @@ class AuditReport:
     # ------------------------------------------------------------------ text
 
     def summary(self) -> str:
-        """One sentence."""
+        """Return the result as one sentence."""
         s = self.settings
         steps = "1 step" if s.get("steps") == 1 else f"{s.get('steps')} steps"
         what = f"{s.get('devices')} ranks under {s.get('strategy')}, {steps}, {s.get('precision')}"
@@ -130,7 +130,7 @@ class AuditReport:
         return f"Different: {what}: {wrong} of {len(self.worst())} tensors differ, first at step {self.first_step}."
 
     def _without_gradient(self) -> str:
-        """Return the end of the sentence for parameters that train and get no gradient on any side."""
+        """Return the end of the sentence about trainable parameters without a gradient in both runs."""
         names = [name for each in self.notes if each.fault == "F38" for name in each.parameters]
         if not names:
             return ""
@@ -147,7 +147,7 @@ class AuditReport:
         """Yield the summary, the tables, the losses, the diagnoses and the notes."""
         yield Text(self.summary(), style="bold green" if self.equal else "bold red")
         yield from tables
-        if self.losses and self.losses[0].one is not None:  # a loop of the user's returns none
+        if self.losses and self.losses[0].one is not None:  # the user's loop may return no loss
             first = self.losses[0]
             values = ", ".join(map(number_text, first.ranks))
             mean, one = number_text(first.mean), number_text(first.one)
@@ -165,16 +165,16 @@ class AuditReport:
             yield from _diagnosis_texts(each, "Worth knowing")
 
     def _table(self, rows: Sequence[ComparedRow], title: str, *, wide: bool, most: int) -> Table:
-        """Lay out rows as a table. Those beyond the first ``most`` become one line."""
+        """Return rows as a table, with all rows after the first ``most`` in one line."""
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        # columns. A narrow terminal has no owners
+        # add columns, without owners in a narrow terminal
         table.add_column("parameter", overflow="fold")
         if wide:
             table.add_column("owner", justify="left", no_wrap=True)
         for name in ("ratio", "cosine", "error", "allowed"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("verdict", justify="left")
-        # rows
+        # add rows
         for row in rows[:most]:
             name, verdict = self.name(row.parameter), str(row.verdict)
             if row.what != "gradient":
@@ -188,10 +188,10 @@ class AuditReport:
             table.add_row(
                 Text(name), *owner, *numbers, f"{row.tolerance:.1e}", verdict, style="" if row.exact else "red"
             )
-        # rows that are left out, as one
+        # summarise the remaining rows in one line
         rest = rows[most:]
         if rest:
-            # the error of a gradient that is zero up to rounding has no meaning
+            # the error of a gradient that is zero up to rounding is meaningless
             errors = [row.error for row in rest if row.verdict not in ("zero", "no gradient")]
             worst = f"{max(errors):.1e}" if errors else _NO_NUMBERS[-1]
             verdict = "exact" if all(row.exact for row in rest) else ""
@@ -206,7 +206,7 @@ class AuditReport:
         return console.file.getvalue()
 
     def _repr_html_(self) -> str:
-        """Return the summary, the diagnoses and the figure for the last line of a notebook's cell. The rest folds out."""
+        """Return the summary, the diagnoses and the figure for a notebook cell, with the full report in a collapsed section."""
         parts = [f"<b>{html.escape(self.summary())}</b>"]
         for each in self.diagnoses:
             fault = f" ({each.fault})" if each.fault else ""
@@ -218,7 +218,7 @@ class AuditReport:
     # ------------------------------------------------------------------ files
 
     def to_json(self, path: Path | str | None = None) -> str:
-        """Return everything as JSON, and write it to ``path`` if one is given. Numbers that JSON lacks become strings."""
+        """Return the report as JSON, and write it to ``path`` if given. Numbers that are not valid JSON become strings."""
         strict = json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda name: str(float(name)))
         text = json.dumps(strict, indent=1)
         if path is not None:
@@ -234,20 +234,20 @@ class AuditReport:
         draw_audit(self).savefig(_with_folder(path), dpi=_DPI)
 
     def to_html(self, path: Path | str) -> None:
-        """Write one page that holds everything, the figure included (without it if matplotlib is missing)."""
+        """Write one page with the whole report, including the figure if matplotlib is installed."""
         page = _PAGE.replace("$state", self.verdict).replace("$figure", self._figure_as_html())
-        # rows of one step, then of the others
+        # list rows of the shown step first, then rows of all other steps
         groups = [(f"Gradients at step {self._shown_step}, worst first", self.worst())]
         groups.append(("Gradients at the other steps", [row for row in self.rows if row.step != self._shown_step]))
         tables = [self._table(rows, title, wide=True, most=len(rows)) for title, rows in groups if rows]
-        # the page breaks long lines, not the console
+        # long lines are wrapped by the page instead of the console
         console = Console(file=StringIO(), record=True, width=_PAGE_WIDTH, force_jupyter=False)
         for part in (*self._parts(tables), Text(f"\n{self._settings_sentence()}", style="dim")):
             console.print(part, soft_wrap=not isinstance(part, Table))
         _with_folder(path).write_text(console.export_html(inline_styles=True, code_format=page))
 
     def _figure_as_html(self) -> str:
-        """Return the figure as an image that a page holds, or a sentence if matplotlib is missing."""
+        """Return the figure as an embedded image, or a sentence if matplotlib is missing."""
         picture = BytesIO()
         try:
             draw_audit(self).savefig(picture, format="png", dpi=_DPI)
@@ -268,7 +268,7 @@ class AuditReport:
         )
 
 
-# the braces are filled in by rich, the names with a dollar before that
+# rich fills in the braces, after the names with a dollar sign have been replaced
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Audit: $state</title><meta name="viewport" content="width=device-width">
 <style>body {{ max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }} img {{ max-width: 100%; }}
@@ -291,7 +291,7 @@ def _diagnosis_texts(each: Diagnosis, head: str) -> list[Text]:
 
 
 def _with_folder(path: Path | str) -> Path:
-    """Make the folder of a file."""
+    """Create the folder of a file, and return its path."""
     found = Path(path)
     found.parent.mkdir(parents=True, exist_ok=True)
     return found
@@ -307,12 +307,12 @@ _MARKS = {
     "missing": ("s", "tab:purple"),
     "not finite": ("P", "black"),
 }
-_NAMED = 40  # parameters with names that fit under the axis
+_NAMED = 40  # largest number of parameters whose names fit under the axis
 _LOW, _HIGH = 1 / 16, 16.0  # edges of the axis of ratios
 
 
 def draw_audit(report: AuditReport) -> Figure:
-    """Draw the ratio of each gradient in layer order, at the first step at which something differs, else at the last.
+    """Draw the ratio of each gradient in layer order, at the first step at which something differs, or at the last step.
 
     Args:
         report: The audit.
@@ -320,7 +320,7 @@ def draw_audit(report: AuditReport) -> Figure:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # no pyplot: drawing needs no display and no global state
+    from matplotlib.figure import Figure  # without pyplot, drawing does not require a display or global state
 
     step = report._shown_step
     rows = [row for row in report.rows if row.step == step]
@@ -369,7 +369,7 @@ def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> No
 
 
 def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditReport) -> bool:
-    """Name the parameters under the axis, write the cosine at those of another direction, and return whether any is brown."""
+    """Label the axis with parameters, annotate wrong directions with their cosine, and return whether any label is brown."""
     if len(rows) > _NAMED:
         axes.set_xlabel(f"{len(rows)} parameters")
         return False
@@ -386,5 +386,5 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditRepo
 
 
 def _height(ratio: float) -> float:
-    """Place a ratio on the axis. Zero, infinite and NaN sit at its edge."""
+    """Return the position of a ratio on the axis. Zero, infinity and NaN are drawn at its edge."""
     return _HIGH if math.isnan(ratio) else min(_HIGH, max(_LOW, ratio))

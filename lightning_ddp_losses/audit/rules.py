@@ -1,19 +1,19 @@
 """Why N ranks differ from one process: one small rule for each fault, the most specific first.
 
-A rule looks at an `AuditContext` and yields a `Diagnosis` if it applies. It has a condition and numbers. The texts are cases of
-the fault in the table of faults (``faults.yaml``). Rules are pure: anything beyond the rows they ask from counterfactual runs, which the
-context makes for them. A newcomer adds a function and its line in one of the stages, and a case to the table.
+A rule reads an `AuditContext` and yields a `Diagnosis` if it applies. It consists of a condition and numbers. The texts are cases of the
+fault in the table of faults (``faults.yaml``). Rules are pure: besides the compared rows, they only use counterfactual runs, which the
+context makes for them. To add a rule, write a function, add it to one of the stages, and add a case to the table.
 
-Rules for ranks that do not agree with each other come first. They are one stage: all that apply are named.
+Rules for ranks that do not agree with each other are applied first. They form one stage: all rules that apply are reported.
 
-The patterns. A ratio is the norm on the ranks over the norm in one process:
+The rules look for these patterns, where a ratio is the norm on the ranks divided by the norm in one process:
 
-* 1/W everywhere: the gradient of a gather flows through this rank's part only.
+* 1/W everywhere: the gradient of a gather only passes through this rank's part.
 * W on the loss's parameters: a factor was meant for the encoder.
 * Exact above a batch norm and wrong below it: each rank has its own statistics.
-* Another direction, and the ranks average their local losses: rows depend on the other rows of their rank (a loss over pairs that
-  never gathered negatives). If rows that change ranks have the same gradients, they depend on their place in the batch.
-* A weighted sum of the ranks' own gradients that follows rows or valid targets: a mean of means.
+* A different direction, while the ranks average their local losses: rows depend on the other rows of their rank (a loss over pairs that
+  never gathered negatives). If rows that are moved to another rank have the same gradients, they depend on their position in the batch.
+* A weighted sum of the ranks' own gradients with weights in proportion to rows or valid targets: a mean of means.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sampler_shuffled_apart(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def repeated_rows(context: AuditContext) -> Iterator[Diagnosis]:
-    """F67: ranks share some rows. Rows of few numbers may be equal by chance and are not compared."""
+    """F67: ranks share some rows. Rows with few numbers may be equal by chance and are not compared."""
     batches = [record.batches[0] for record in context.runs.user_run.records]
     if context.by_trainer or any(identical_batches(context)):
         return
@@ -100,7 +100,7 @@ def never_reduced(context: AuditContext) -> Iterator[Diagnosis]:
 def clipped_before_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: each rank clips its own gradient, and the clipped ones are reduced."""
     by_rank = context.fingerprints_by_rank
-    # a fit has clipped in training_step
+    # in a fit, the clipping was done in training_step
     stage, case = ("clipped", "step") if context.by_trainer else ("reduced", "early")
     rows = [row for row in context.wrong if agree_at(by_rank, stage, row.parameter) is False]
     if rows and not context.desynchronized:
@@ -120,7 +120,7 @@ def parameter_order(context: AuditContext) -> Iterator[Diagnosis]:
 def norm_converted_late(context: AuditContext) -> Iterator[Diagnosis]:
     """F60: a batch norm that was replaced after the wrap, or that the conversion did not reach."""
     at_wrap, in_training = context.record.norms_at_wrap, context.record.norms_in_training
-    # replaced since the wrap, or not reached by the conversion that the trainer was asked for
+    # replaced after the wrap, or not converted although the trainer's option was set
     late = [name for name, kind in in_training.items() if at_wrap.get(name, kind) != kind]
     plain = [name for name, kind in in_training.items() if "Sync" not in kind]
     if not late and not (plain and context.info.sync_batchnorm):
@@ -162,7 +162,7 @@ def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def own_backward(context: AuditContext) -> Iterator[Diagnosis]:
-    """F09, F10: a backward that DDP does not know of."""
+    """F09, F10: a backward that bypasses DDP."""
     calls = context.record.foreign_backwards
     fault = fault_of_unreduced(has_backward=calls == 0, is_automatic=context.info.automatic)
     if context.desynchronized and fault:
@@ -181,7 +181,7 @@ _PLACES = {
 def clipped_by_desynchronized_norm(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: one unsynchronised gradient, and the clip factor differs for all."""
     unreduced = context.desynchronized
-    # equal before the step and not after it: something between the two depends on the rank
+    # if parameters are equal before the step but not after it, something in between depends on the rank
     equal_before = {row.parameter for row in context.rows if row.ranks_agree}
     drifted = [row for row in context.desynchronized_updates if row.parameter in equal_before]
     if not unreduced or not drifted or not context.info.clip:
@@ -202,7 +202,7 @@ def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     for name in names:
         if not agree_at(by_rank, "backward", name) and not agree_at(by_rank, "reduced", name):
             return  # another rule judges a gradient that was not reduced
-    # ranks part in the module's hooks, or between those and the step
+    # ranks start to differ in the module's hooks, or between the hooks and the step
     for stage, place in _PLACES.items():
         changed = [name for name in names if agree_at(by_rank, stage, name) is False]
         if changed:
@@ -221,7 +221,7 @@ def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: 
 
 
 def changed_outside_step(context: AuditContext) -> Iterator[Diagnosis]:
-    """SYNC: the step used the same gradient and rate on all ranks, and the parameter is another one after it."""
+    """SYNC: the step used the same gradient and rate on all ranks, but the parameter differs after the step."""
     apart = context.desynchronized_updates
     if not apart or _scales_or_rates_differ(context) or any(unequal_start(context)):
         return
@@ -232,7 +232,7 @@ def changed_outside_step(context: AuditContext) -> Iterator[Diagnosis]:
 def unlike_optimizers(context: AuditContext) -> Iterator[Diagnosis]:
     """F14, F15, F17: loss scales or learning rates differ by rank, or a scaler skipped a step on some ranks."""
     for place, shown in _first_difference(context.loss_scales, "{:g}"):
-        # scales that start apart, or a step that was skipped before this one
+        # scales differ from the start, or a step was skipped before this one
         column = {"steps" if place else "scale": context.loss_scales[place]}
         for fault in faults_of_optimizers(column).values():
             yield context.diagnosis(fault, step=place + 1, shown=shown)
@@ -242,7 +242,7 @@ def unlike_optimizers(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> Iterator[tuple[int, str]]:
-    """Find the first column with values that differ by rank, if any: its place, and its values as text."""
+    """Yield the index and the text of the first column whose values differ between ranks, if there is one."""
     place = first_difference(columns)
     if place is not None:
         yield place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(columns[place]))
@@ -258,10 +258,10 @@ _SORTED = 1 << 20  # largest buffer, in elements, with rows that are compared on
 
 
 def own_queue(context: AuditContext) -> Iterator[Diagnosis]:
-    """F64, F26: a memory of rows, or a statistic of them, that each rank keeps by itself."""
+    """F64, F26: a memory of rows, or a statistic of them, that each rank stores separately."""
     for step in range(1, context.step + 1):
         for name in context.ranks.names(step, "buffer"):
-            # another rule judges running statistics, and counters are no rows
+            # running statistics are judged by another rule, and counters are not rows
             of_norm = name.rpartition(".")[0] in context.record.norms_at_wrap
             if of_norm or context.ranks.ranks_agree(step, "buffer", name):
                 continue
@@ -281,7 +281,7 @@ def own_queue(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def global_buffer(context: AuditContext) -> Iterator[Diagnosis]:
-    """F64: a buffer that is the same on all ranks, and not that of one process."""
+    """F64: a buffer that is equal on all ranks, but differs from the buffer of one process."""
     for row in context.wrong_buffers:
         name, step = row.parameter, row.step
         if context.ranks.entry(0, step, "buffer", name).shape != context.one.entry(0, step, "buffer", name).shape:
@@ -352,7 +352,7 @@ def not_finite(context: AuditContext) -> Iterator[Diagnosis]:
     if odd:
         gradients = f"Not finite on rank {odd[0].rank} or in one process, but not in both: {context.names(odd)}. "
     if batch is not None:
-        # the loss that was not finite, of several micro-batches the first
+        # show the loss of the first micro-batch that is not finite
         values = enumerate(context.losses[batch].ranks)
         losses = comma_list(f"rank {rank} {number_text(value)}" for rank, value in values)
         yield context.diagnosis("F79", gradients=gradients, batch=batch, losses=losses)
@@ -361,8 +361,8 @@ def not_finite(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def not_finite_anywhere(context: AuditContext) -> Iterator[Diagnosis]:
-    """F79: gradients of one process that are not finite: equal means that those of the ranks are not either."""
-    # the first step that has such gradients: later ones follow from it
+    """F79: gradients of one process that are not finite. If both runs are equal, the ranks' gradients are not finite either."""
+    # report only the first step with such gradients, because later ones follow from it
     for step in range(1, context.one.steps + 1):
         names = []
         for name, entry in context.one.entries(0, step, "gradient").items():
@@ -376,7 +376,7 @@ def not_finite_anywhere(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def within_rounding(context: AuditContext) -> Iterator[Diagnosis]:
-    """F78: differences that the precision may have made, or a fault."""
+    """F78: differences that may be caused by the precision or by a fault."""
     rows = context.comparison.unclear
     if rows:
         worst = max(rows, key=lambda row: row.error / row.tolerance)
@@ -398,7 +398,7 @@ def metric_as_loss(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
-    """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
+    """F24: the factor W that compensates for the own-slot gather is also applied to the loss's own weights."""
     encoder, losses = context.factors
     if _scale(context, encoder) == "right" and _scale(context, losses) == "large":
         rows = [row for row in context.rows if row.owner != "encoder"]
@@ -407,7 +407,7 @@ def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
-    """F20, F23: gradients pass through this rank's part of the gather only."""
+    """F20, F23: gradients only pass through this rank's part of the gather."""
     encoder, losses = context.factors
     losses_fit = losses is None or _scale(context, losses) in ("right", "cut")
     if losses_fit and _fault_of_encoder(context) == "F20":
@@ -416,7 +416,7 @@ def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def graph_cut(context: AuditContext) -> Iterator[Diagnosis]:
-    """F20: gathered rows have no graph at all, not even this rank's part."""
+    """F20: no gathered row has a graph, not even this rank's part."""
     encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
     columns = [context.ranks.entries_of(context.step, "gradient", row.parameter) for row in encoder]
     if encoder and not any(entry.exists for entry in chain.from_iterable(columns)):
@@ -451,7 +451,7 @@ def own_rows_first(context: AuditContext) -> Iterator[Diagnosis]:
     if context.used_rng or not context.wrong or context.desynchronized or context.is_local_mean:
         return
     reversed_rows = context.against_one("reversed")
-    # rounding in a narrower dtype than that of the parameters depends on the order too
+    # rounding in a narrower dtype than the dtype of the parameters also depends on the order
     is_large = reversed_rows.worst() > _SHARE_OF_ORDER * context.comparison.worst()
     if is_large and not reversed_rows.equal:
         losses = comma_list(map(number_text, context.losses_at_step))
@@ -459,7 +459,7 @@ def own_rows_first(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def traced_cut(context: AuditContext) -> Iterator[Diagnosis]:
-    """F20, F23: a collective cuts the graph of rows that get the rest of their gradient in another way."""
+    """F20, F23: a collective cuts the graph of rows that receive another share of their gradient correctly."""
     cuts = context.cut_lines
     if cuts and not context.is_local_mean:
         kind, line = cuts[0]
@@ -469,7 +469,7 @@ def traced_cut(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def unknown(context: AuditContext) -> Diagnosis:
-    """Return the first place of a difference between the runs, for one without a rule."""
+    """Return a diagnosis with the first location at which the runs differ, for a difference that no rule explains."""
     return Diagnosis(
         "",
         "unknown",
@@ -489,7 +489,7 @@ def local_batch_norm(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def local_statistics(context: AuditContext, outcome: str = "fewer gradients differ") -> Diagnosis:
-    """F59, alone or with another fault."""
+    """F59, either as the only fault or with another one."""
     rows = comma_list(context.rows_per_rank(context.step))
     return context.diagnosis("F59", about=context.wrong, names=quoted(context.local_norms), rows=rows, outcome=outcome)
 
@@ -503,28 +503,28 @@ def scaled_local_loss(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def summed_loss(context: AuditContext) -> Iterator[Diagnosis]:
-    """F18: a loss that is a sum, divided by W through DDP's mean."""
+    """F18: a loss that is a sum is divided by W in DDP's mean."""
     weights = context.rank_weights
     if weights is not None and all(abs(weight - 1) < 0.02 for weight in weights):
         yield context.diagnosis("F18", "sum")
 
 
 def mean_of_means(context: AuditContext) -> Iterator[Diagnosis]:
-    """F30: ranks with fewer rows, or fewer valid targets, count as much as the others."""
+    """F30: ranks with fewer rows, or fewer valid targets, have the same weight as other ranks."""
     weights = context.rank_weights
     rows = context.rows_per_rank(context.step)
     uneven = len(set(rows)) > 1
     if weights is None:
-        # later steps have no weights: equal while batches were even, different at the first uneven one
+        # weights are not computed at later steps. Here gradients are equal until the first uneven batch
         is_later = context.step > 1 and uneven and context.is_local_mean
         if is_later and context.without("uneven").comparison.equal:
             yield context.diagnosis("F30", "later", rows=comma_list(rows))
         return
-    # DDP gives equal shares: then something else differs
+    # if the shares are equal, as under DDP, the difference has another cause
     shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.runs.unit))
     if abs(sum(weights) - 1) > 0.02 or not shares_differ:
         return
-    # weights in proportion to rows: the ranks' batches differ. Else valid targets in them differ
+    # if weights are in proportion to rows, the sizes of batches differ. Otherwise the numbers of valid targets differ
     reason = "valid targets (ignored, masked or zero elements do not count)"
     pairs = zip(weights, rows, strict=False)
     if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
@@ -534,11 +534,11 @@ def mean_of_means(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
-    """F29, F31: a loss that is no mean over rows sees this rank's rows only."""
+    """F29, F31: a loss that is not a mean over rows only uses this rank's rows."""
     if not context.wrong or context.desynchronized or not context.is_local_mean or context.local_mean_is_right:
         return
     if context.has_local_statistics:
-        return  # local statistics look like this too: asked again with batch norm in evaluation mode
+        return  # local statistics have the same pattern. The rule is applied again with batch norm in evaluation mode
     if context.keeps_gradients_of_exchanged_rows:
         yield _counts_by_place(context)
         return
@@ -546,7 +546,7 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
     cosine = f"{min(row.cosine for row in context.wrong):.3f}"
     found = "Gradients differ" if cosine == "1.000" else f"Gradients point elsewhere (cosine down to {cosine})"
-    if None not in losses:  # a loop of the user's returns none
+    if None not in losses:  # the user's loop may return no loss
         found += f". Ranks' losses {comma_list(map(number_text, losses))}"
     of_one = context.one.records[0].losses[0]
     if context.step == 1 and of_one is not None:
@@ -556,12 +556,12 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
     elif context.info.pair_losses:
         yield context.diagnosis("F29", "pairs", found=found, losses=quoted(context.info.pair_losses))
     else:
-        # pairs and a function of a mean look the same from outside: |mean of y|^2 is a mean over pairs
+        # a loss over pairs cannot be distinguished from a function of a mean: |mean of y|^2 is a mean over pairs
         yield context.diagnosis("F29", "mean", found=found)
 
 
 def _counts_by_place(context: AuditContext) -> Diagnosis:
-    """F72, or no known fault: rows may change ranks, but not their places in a batch."""
+    """F72, or no known fault: rows may be moved to other ranks, but not to other positions in a batch."""
     if "randomness" not in context.off:
         same_draws = context.with_same_draws()
         if not isinstance(same_draws, str) and same_draws.comparison.equal:
@@ -581,7 +581,7 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
 
 
 _CLOSE = 0.05  # relative distance of a ratio from a known one
-_SHARE_OF_ORDER = 0.01  # of the largest error that another order of the rows must explain
+_SHARE_OF_ORDER = 0.01  # share of the largest error that a different order of the rows must explain
 
 
 def _scale(context: AuditContext, ratio: float | None) -> str:
@@ -595,10 +595,10 @@ def _fault_of_encoder(context: AuditContext, *, has_metrics: bool = False) -> st
 
 
 DATA_RULES: tuple[Rule, ...] = (identical_batches, repeated_rows, sampler_shuffled_apart, accumulation_factor)
-"""Asked in every audit."""
+"""Rules for every audit."""
 
 UNCLEAR_RULES: tuple[Rule, ...] = (not_finite_anywhere, within_rounding)
-"""Asked if nothing differs for certain."""
+"""Rules that are applied if nothing differs for certain."""
 
 DESYNC_RULES: tuple[Rule, ...] = (
     parameter_order,
@@ -613,13 +613,13 @@ DESYNC_RULES: tuple[Rule, ...] = (
     changed_outside_step,
     never_reduced,
 )
-"""Rules for ranks that do not agree with each other. All that apply are named, in this order."""
+"""Rules for ranks that do not agree with each other. All rules that apply are reported, in this order."""
 
 STATE_RULES: tuple[Rule, ...] = (own_queue, global_buffer)
 """Rules for buffers."""
 
 BESIDE_STAGES: tuple[tuple[Rule, ...], ...] = (STATE_RULES, (scaled_local_loss,))
-"""Faults that need not explain every difference: those that the other stages find are named beside them."""
+"""Stages of faults that may explain only some differences. Faults found by other stages are reported in addition."""
 
 FIRST_STAGES: tuple[tuple[Rule, ...], ...] = (
     STATE_RULES,
@@ -634,7 +634,7 @@ FIRST_STAGES: tuple[tuple[Rule, ...], ...] = (
     (summed_loss,),
     (mean_of_means,),
 )
-"""Asked if something differs, until a stage finds something."""
+"""Stages that are applied in order if something differs, until a stage finds a fault."""
 
 LAST_STAGES: tuple[tuple[Rule, ...], ...] = (
     (targets_of_own_rows,),
@@ -644,4 +644,4 @@ LAST_STAGES: tuple[tuple[Rule, ...], ...] = (
     (own_rows_first,),
     (traced_cut,),
 )
-"""Asked when neither those nor the terms of the loss have explained the difference."""
+"""Stages that are applied if neither ``FIRST_STAGES`` nor the terms of the loss have explained the difference."""

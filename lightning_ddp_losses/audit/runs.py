@@ -1,11 +1,12 @@
 """The recordings of an audit. Each is made once, on request, in separate processes.
 
-They are the ranks on the user's data, one process on the ranks' batches joined, that process moved by one rounding unit (which measures
-tolerances), and counterfactual runs when a rule asks. The error of a failed run names the process, the cause and a fix.
+There is a recording of the ranks on the user's data, one process on the joined batches of the ranks, the same process perturbed by one
+rounding unit (which measures tolerances), and counterfactual runs that rules request. The error of a failed run names the process, the
+cause and a fix.
 
-Processes are awaited within a time limit and gone at the end. They are forked: a model from ``__main__``, a notebook or a closure needs
-no pickling, every process starts with the same weights and the same random state, and unlike with ``spawn`` no CPU tensor is shared
-between them.
+Processes are awaited within a time limit and are always terminated at the end. They are forked, so that a model from ``__main__``, a
+notebook or a closure does not have to be pickled, every process starts with the same weights and the same random state, and CPU tensors
+are not shared between processes as with ``spawn``.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from lightning_ddp_losses.core.faults import FAULTS
 # ---------------------------------------------------------------------- processes
 
 GRACE_SECONDS = 3.0
-"""Time that the others get once one process has failed."""
+"""Time limit for the other processes after one process has failed."""
 
-_POLL_SECONDS = 0.5  # how often a silent process is looked at
-_TAIL = 4000  # characters of a process's output that an error shows
+_POLL_SECONDS = 0.5  # interval at which processes are checked
+_TAIL = 4000  # number of characters of a process's output that an error shows
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Failure:
     """How a process failed.
 
     Attributes:
-        type: Class name of the error, empty if the process died or took too long.
+        type: Class name of the error. Empty if the process died or took too long.
         message: Text of the error.
         traceback: Stack of the error, or the end of the process's output.
     """
@@ -70,11 +71,11 @@ class Worker:
     log: Path
 
     def output(self) -> str:
-        """Read its output."""
+        """Read the output of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def receive(self) -> Any:
-        """Receive its answer, a ``Failure`` if it has died without one."""
+        """Receive the answer of the process, or a ``Failure`` if it died without sending one."""
         with contextlib.suppress(EOFError, OSError):
             if self.pipe.poll():
                 return self.pipe.recv()
@@ -86,7 +87,7 @@ class Worker:
         return Failure("", f"died with {end}", self.tail())
 
     def tail(self) -> str:
-        """Return the end of its output."""
+        """Return the end of the output of the process."""
         lines = [line for line in self.output().splitlines() if not line.startswith("Extension modules:")]
         return "\n".join(lines)[-_TAIL:].strip()
 
@@ -96,8 +97,8 @@ def run_processes(work: Callable[[int], Any], logs: Sequence[Path], *, seconds: 
 
     Args:
         work: Function of the number of a process. Its result must be picklable.
-        logs: File of each process's output.
-        seconds: Time limit for all of them together.
+        logs: File for the output of each process.
+        seconds: Time limit for all processes together.
 
     Returns:
         Result or ``Failure`` of each process.
@@ -134,11 +135,11 @@ def collect_answers(workers: Sequence[Worker], seconds: float, grace: float) -> 
 
     Args:
         workers: Workers that will answer.
-        seconds: Time limit for all of them together.
-        grace: Seconds that the others get after a ``Failure``.
+        seconds: Time limit for all workers together.
+        grace: Time limit in seconds for the other workers after a ``Failure``.
 
     Returns:
-        Answers by the worker's number, a ``Failure`` for one that died. A silent worker has no entry.
+        Answers by the worker's number, with a ``Failure`` for a worker that died. Workers that did not answer are omitted.
     """
     answers: dict[int, Any] = {}
     waiting = {worker.pipe: number for number, worker in enumerate(workers)}
@@ -146,7 +147,7 @@ def collect_answers(workers: Sequence[Worker], seconds: float, grace: float) -> 
     while waiting and time.monotonic() < deadline:
         left = max(0.0, min(deadline - time.monotonic(), _POLL_SECONDS))
         ready = set(multiprocessing.connection.wait(list(waiting), timeout=left))
-        # the pipe of a dead process stays open if a process that it started holds it too
+        # the pipe of a dead process remains open if a child process inherited it
         ready |= {pipe for pipe, number in waiting.items() if workers[number].process.exitcode is not None}
         for pipe in ready:
             number = waiting.pop(pipe)
@@ -161,24 +162,24 @@ def _start_process(number: int, work: Callable[[int], Any], log: Path) -> Worker
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_process_main, args=(number, sending, log, work))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the child runs none of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child runs no threads of the parent
         process.start()
     sending.close()
     return Worker(process, receiving, log)
 
 
 def _process_main(number: int, pipe: Any, log: Path, work: Callable[[int], Any]) -> None:
-    """Do the work in a new process. Its output goes to a file, its result or failure through the pipe."""
-    gc.freeze()  # the collector leaves inherited objects alone: each one that it looked at would be a page of memory to copy
-    # a new session, output to a file, signals as in a fresh process
-    os.setsid()  # so that its children end with it
+    """Run the work in a new process. Output is written to a file, and the result or failure is sent through the pipe."""
+    gc.freeze()  # keeps the collector from touching inherited objects, which would copy pages of memory
+    # start a new session, redirect output, and restore the default signal handlers
+    os.setsid()  # child processes can be terminated together with this one
     redirect_output(log)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115 - until the end
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
-    # SIGUSR1 asks where this process is
+    # SIGUSR1 makes this process print the stacks of its threads
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    torch.set_num_threads(1)  # the parent's pool of threads did not come along
+    torch.set_num_threads(1)  # the parent's thread pool does not exist after a fork
     try:
         answer = work(number)
     except BaseException as error:
@@ -192,7 +193,7 @@ def _process_main(number: int, pipe: Any, log: Path, work: Callable[[int], Any])
 
 
 def redirect_output(log: Path) -> None:
-    """Send the output of this process to a file, and its stack if it dies."""
+    """Redirect the output of this process to a file, including its stack if it crashes."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -200,11 +201,11 @@ def redirect_output(log: Path) -> None:
 
 
 def _stacks(worker: Worker) -> str:
-    """Ask a silent process where each of its threads is."""
+    """Return the stacks of all threads of a process that has not answered."""
     text, start, quiet = "", None, 0
     with contextlib.suppress(ProcessLookupError, TypeError):
         os.kill(worker.process.pid, signal.SIGUSR1)
-        # a busy machine writes it in pieces: until nothing has come for a second, for ten at most
+        # on a busy machine stacks are written in pieces. Wait until nothing is written for a second, at most ten seconds
         for _ in range(100):
             time.sleep(0.1)
             before, text = text, worker.output()
@@ -217,9 +218,9 @@ def _stacks(worker: Worker) -> str:
 
 def _end_process(process: Any, *, at_once: bool) -> None:
     if not at_once:
-        process.join(GRACE_SECONDS)  # it has answered and is on its way out
+        process.join(GRACE_SECONDS)  # it has answered and is about to exit
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # the process, and workers that it may have left
+        os.killpg(process.pid, signal.SIGKILL)  # kills the process, and remaining child processes
     if process.is_alive():
         process.kill()
     process.join()
@@ -228,26 +229,26 @@ def _end_process(process: Any, *, at_once: bool) -> None:
 # ---------------------------------------------------------------------- recordings
 
 _PERTURBATIONS = (Perturbation(1), Perturbation(2))
-# in 16 bits a small move changes which numbers are rounded up, and another run's spread is not much smaller
+# 16-bit runs also use small perturbations, which change the direction in which numbers are rounded and have almost the same spread
 _SMALL_PERTURBATIONS = (Perturbation(3, 1 / 16), Perturbation(4, 1 / 16))
-_FLOAT64_TOLERANCE = 1e-9  # a smaller difference in float64 is equal
+_FLOAT64_TOLERANCE = 1e-9  # tensors with a smaller difference in float64 are equal
 _OF_WINDOWS = ("joined", "reversed")  # assignments that can join the micro-batches of a window
 # assignments of the same rows, divided evenly
 _EVENLY: dict[str | int, str | int] = {"same": "even", "joined": "even joined"}
 
 
 class Runs:
-    """Makes and keeps the recordings of one audit.
+    """Makes and stores the recordings of one audit.
 
     Args:
         target: Training that is audited.
         scratch: Folder of all runs.
         devices: Number of ranks.
-        steps: Optimizer steps.
-        tolerance: The user's tolerance, None to estimate it.
+        steps: Number of optimizer steps.
+        tolerance: The user's tolerance. If None, it is estimated.
 
     Attributes:
-        needs_group: True if the one process got a process group, for a module that asks for one.
+        needs_group: True if the one process has a process group, because the module requires one.
     """
 
     def __init__(self, target: Target, scratch: Path, devices: int, steps: int, tolerance: float | None) -> None:
@@ -260,12 +261,12 @@ class Runs:
     # ------------------------------------------------------------------ making a recording
 
     def record(self, *runs: Run) -> list[Recording]:
-        """Return the recordings of the runs. Those that do not exist yet run side by side."""
+        """Return the recordings of the runs. Runs that have not been recorded yet are executed concurrently."""
         new = [run for run in runs if run.name not in self._made]
-        # a clean folder for each run. It holds the output of its processes too
+        # create an empty folder for each run, which also contains the output of its processes
         for folder in map(self._folder_of, new):
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed before
-            folder.mkdir(mode=0o700)  # whatever the umask: batches are read from folders of this user alone
+            shutil.rmtree(folder, ignore_errors=True)  # left by an earlier run that failed
+            folder.mkdir(mode=0o700)  # regardless of the umask, because batches are read only from this user's folders
 
         # one process for each rank of each run
         parts = [(run, rank) for run in new for rank in range(run.processes)]
@@ -288,10 +289,10 @@ class Runs:
         return self.scratch / run.name.replace(" ", "-").replace(",", "")
 
     def replays(self, off: frozenset[str], *assignments: str | int, **options: Any) -> list[Recording]:
-        """Record replays of the ranks' batches, side by side.
+        """Record replays of the ranks' batches, which run concurrently.
 
         Args:
-            off: Names out of ``ABLATIONS`` that are switched off.
+            off: Names in ``ABLATIONS`` that are switched off.
             *assignments: Batches of each process, for each replay.
             **options: Options of the runs, and ``whole_windows``.
         """
@@ -300,12 +301,12 @@ class Runs:
     def _replay(
         self, off: frozenset[str], assignment: str | int, *, whole_windows: bool | None = None, **options: Any
     ) -> Run:
-        """Plan a run on the batches that the ranks had, from the weights that they started with.
+        """Plan a run on the batches of the ranks, starting from their initial weights.
 
         Args:
             off: Names that are switched off.
-            assignment: Key of ``plan_replay``: the batches of each process.
-            whole_windows: The one process takes the micro-batches of a step as one batch. None follows the strategy.
+            assignment: Key of ``plan_replay`` for the batches of each process.
+            whole_windows: Whether the one process joins the micro-batches of a step to one batch. If None, as the strategy does.
             **options: Options of the run.
         """
         original = self.user_run
@@ -331,16 +332,17 @@ class Runs:
 
     @functools.cached_property
     def user_run(self) -> Recording:
-        """The ranks on the user's own data."""
+        """The recording of the ranks on the user's data."""
         return self.record(Run("ranks", self.devices, steps=self.steps, exact_draws=self._exact_draws))[0]
 
     @functools.cached_property
     def _one(self) -> tuple[Recording, ...]:
-        """One process on the joined batches, then the same moved by one rounding unit unless the tolerance is given.
+        """One process on the joined batches, followed by perturbed runs of it unless the tolerance is given.
 
-        A module that runs on ranks and fails in a plain process may call torch.distributed: it gets a second try, with a group of one.
+        If a module runs on the ranks but fails in a plain process, it may call torch.distributed. In this case the run is repeated with a
+        process group of one rank.
         """
-        assert self.user_run  # its own errors need no second try
+        assert self.user_run  # if it fails, the run in one process is not tried
         try:
             return self._record_one()
         except errors.AuditError as error:
@@ -360,7 +362,7 @@ class Runs:
 
     def pair(self, off: frozenset[str]) -> tuple[Recording, Recording]:
         """Record ranks and one process without ``off``, on the same batches."""
-        one = self._one[0]  # tolerances come from the runs as they are
+        one = self._one[0]  # tolerances are measured with nothing switched off
         if not off:
             return self.user_run, one
         one, ranks = self.replays(off, "joined", "same")
@@ -377,19 +379,19 @@ class Runs:
         return measure_tolerances(one, perturbed, self.unit, self.tolerance)
 
     def allowed(self, off: frozenset[str]) -> Tolerances:
-        """Return how large an error may be in runs without ``off``."""
+        """Return the allowed errors in runs without ``off``."""
         return Tolerances(_FLOAT64_TOLERANCE) if "precision" in off else self._measured
 
     # ------------------------------------------------------------------ counterfactual runs
 
     @property
     def joins_windows(self) -> bool:
-        """Whether all rows of a window are one batch of the one process."""
+        """Whether the one process joins all rows of a window to one batch."""
         return joins_windows(self.target.strategy) and self.user_run.records[0].module_info.automatic
 
 
 def joins_windows(strategy: Any) -> bool:
-    """Return whether the micro-batches of a window make one batch under this strategy."""
+    """Return whether this strategy treats the micro-batches of a window as one batch."""
     return getattr(strategy, "accumulation", "mean") == "window"
 
 
@@ -397,12 +399,12 @@ def joins_windows(strategy: Any) -> bool:
 
 
 class Hint(NamedTuple):
-    """Describes what to do about an error that users of DDP meet.
+    """Advice for a common error of DDP.
 
     Attributes:
         pattern: Regular expression, searched for in the error and its traceback.
         fix: A fault of the table, or a sentence.
-        page: Topic of ``ddp-losses explain``. Empty: the one of ``AuditError``.
+        page: Topic of ``ddp-losses explain``. If empty, the topic of ``AuditError``.
     """
 
     pattern: str
@@ -432,18 +434,18 @@ HINTS = (
         "A rank waits for another: do all ranks run the same collectives, and have the same number of batches?",
     ),
 )
-"""The first one that fits is shown."""
+"""Hints in order. The first one that matches is shown."""
 
-# texts of an error that follows from another rank's failure
+# matches texts of errors that follow from another rank's failure
 _FOLLOWS = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")
 
 
 def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
-    """Build the error of the process that failed first of itself, not because another one had."""
+    """Return the error of the process that failed first for its own reason, not because another process failed."""
     (run, rank), failure = min(failures.items(), key=_blame)
     known = errors.error_class(failure.type)
     if known.__name__ == failure.type and known in (errors.ConfigurationError, errors.InputError):
-        return known(failure.message)  # its text has a fix
+        return known(failure.message)  # the text already contains a fix
     # place, cause and fix
     where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
     said = f"{failure.type}: {failure.message}" if failure.type else failure.message
@@ -455,13 +457,13 @@ def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
     what = f"audit, run `{run.name}` on {where}"
     text = errors.format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=fix)
     stories = [failure.traceback]
-    if failure.message.startswith("took more"):  # all that are silent: one of them hangs, the others wait for it
+    if failure.message.startswith("took more"):  # one rank hangs, and other ranks wait for it
         stories = [f"rank {r} was here:\n{each.traceback}" for (_, r), each in failures.items()]
     return errors.AuditError("\n\n".join([text, *stories]), page=hint.page)
 
 
 def _blame(item: tuple[tuple[Run, int], Failure]) -> tuple[bool, bool, int]:
-    """Sort by whether a process only waited, only met another's failure, and by rank."""
+    """Return a sort key: whether a process only waited, whether its error follows from another rank's failure, and the rank."""
     (_, rank), failure = item
     waited = failure.message.startswith("was still waiting")
     follows = failure.type == "PeerError" or bool(_FOLLOWS.search(failure.message))

@@ -1,6 +1,6 @@
-"""Cross entropies whose targets number the rows of a batch, as in contrastive losses: row i belongs to column i.
+"""Cross entropies whose targets enumerate the rows of a batch, as in contrastive losses, where row i belongs to column i.
 
-If the columns are the rows of all ranks, the targets of a rank start where its rows do.
+If the columns are the rows of all ranks, the targets of a rank start at the index of its first row.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class CountedTargets(NamedTuple):
 
 
 class TargetTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the cross entropies of one forward whose targets are consecutive.
+    """Records the cross entropies of one forward whose targets are consecutive.
 
     Attributes:
-        found: Those so far.
+        found: Cross entropies found so far.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The terms of a loss: most losses are sums, and the autograd graph holds each summand as a node of its own.
+"""The terms of a loss: most losses are sums, and the autograd graph contains a separate node for each summand.
 
-An audit may ask what one term does by itself. The other terms are switched off in backward: their gradient is replaced by zero where
-they enter the sum. Forward, the graph and its collectives stay what they are, on every rank.
+An audit may test the effect of a single term. The other terms are switched off in backward, by replacing their gradients with zeros where
+they enter the sum. Forward, the graph and its collectives are unchanged on every rank.
 
 A sum is followed through additions, signs, constant factors and ``torch.stack(...).sum()``, and ends at any other operation. A
 product of two terms is one term.
@@ -23,8 +23,8 @@ from lightning_ddp_losses.distributed.user_line import package_of
 _OFF = "term "
 _SUMS = ("AddBackward0", "SubBackward0")
 _UNARY = ("NegBackward0", "RsubBackward1", "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "SqueezeBackward0")
-_SCALED = ("MulBackward0", "DivBackward0")  # by a constant. A factor with a gradient makes a product
-_REDUCED = ("SumBackward0", "MeanBackward0")  # of stacked values
+_SCALED = ("MulBackward0", "DivBackward0")  # followed only for a constant factor
+_REDUCED = ("SumBackward0", "MeanBackward0")  # followed only for stacked values
 _STACKS = ("StackBackward0", "CatBackward0")
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<number>\d+), in (?P<name>.*)\n\s*(?P<text>.*)')
 
@@ -33,9 +33,9 @@ class Term(NamedTuple):
     """A summand of a loss.
 
     Attributes:
-        parent: Node of the sum that it enters.
-        place: Its place among the parent's children.
-        node: Its own node.
+        parent: Node of the sum that contains the term.
+        place: Index of the term among the parent's children.
+        node: Node of the term.
     """
 
     parent: Any
@@ -44,7 +44,7 @@ class Term(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The user's line that made it. Empty unless its graph was made under ``torch.autograd.set_detect_anomaly``."""
+        """The user's line that computed the term. Empty unless the graph was built under ``torch.autograd.set_detect_anomaly``."""
         frames = self.node.metadata.get("traceback_", [])
         for frame in reversed(frames):
             found = _FRAME.search(frame)
@@ -56,7 +56,7 @@ class Term(NamedTuple):
 
 
 def terms_of(loss: Tensor) -> list[Term]:
-    """List the terms of a loss, in the order in which they are written. Empty if it is no sum, or if a term depends on a partial sum."""
+    """List the terms of a loss in the order of the code. Empty if the loss is not a sum, or if a term depends on a partial sum."""
     terms: list[Term] = []
     sums = {loss.grad_fn}
     edges = [(loss.grad_fn, place) for place in reversed(_summands(loss.grad_fn))]
@@ -76,7 +76,7 @@ def terms_of(loss: Tensor) -> list[Term]:
 
 
 def _summands(node: Any) -> list[int]:
-    """Return the places of a sum's children that have a gradient. Empty if a node is no sum."""
+    """Return the indices of a sum's children that have a gradient. Empty if the node is not a sum."""
     if node is None:
         return []
     name = node.name()
@@ -98,7 +98,7 @@ class TermSwitch:
         off: Numbers of the terms that are switched off.
 
     Attributes:
-        lines: The user's line of each term, in the order of their numbers. Empty where it is not known.
+        lines: The user's line of each term, in the order of their numbers. Unknown lines are empty strings.
     """
 
     def __init__(self, off: frozenset[int]) -> None:
@@ -107,11 +107,11 @@ class TermSwitch:
         self._numbers: dict[tuple[str, int], int] = {}
 
     def see(self, loss: Tensor, call: str) -> None:
-        """Number the terms of a loss that is about to be differentiated, and replace the gradient of those that are off by zero.
+        """Number the terms of a loss before its backward, and replace the gradients of terms that are switched off with zeros.
 
         Args:
             loss: The loss.
-            call: The user's line that calls backward. It tells several losses of one step apart.
+            call: The user's line that calls backward. It distinguishes several losses of one step.
         """
         for index, term in enumerate(terms_of(loss)):
             number = self._numbers.setdefault((call, index), len(self._numbers))

@@ -1,7 +1,7 @@
-"""Checks that find faults between ranks on the step where they happen, on all ranks, by name.
+"""Checks that find faults between ranks in the step where they happen, on all ranks, by name.
 
-`DDPChecks` runs them. Each check is a `RankCheck` in a separate file, named for its class. Legend: ``W`` ranks, ``n`` numbers in the row of
-a check.
+`DDPChecks` runs them. Each check is a `RankCheck` in a separate file named after its class. Legend: ``W`` ranks, ``n`` numbers in the row
+of a check.
 
 =========================  ==========================================================================================================
 base                       `RankCheck`, a check as a callback. `DDPChecks`, all checks in one callback
@@ -30,21 +30,22 @@ To add a check:
    ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Its options are fields of a ``dataclass(kw_only=True, eq=False)``. Observe in
    ``start``, ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap.
    ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
-   What several checks need (the reader of batches) is in ``shares``.
-2. ``facts``: what it reads, at which stage, and the rule over it. ``read`` returns this rank's numbers by name. Do not wait for numbers of
-   a device: return a function that reads a ``HostNumbers`` when they travel. Numbers share a handshake, which grows with them, so keep
-   yours few. The rule goes into ``facts/rules.py``. It gets the columns of all ranks by the same names, and returns findings. It decides
-   from the columns alone, so that every rank has the same findings. It is not called where the columns in ``equal`` and ``zero`` show that
-   it finds nothing. Evidence of earlier steps becomes a column in ``see``. A list may be
-   of another length on another rank. A check outside this package may have ``stages``, ``measure`` and ``judge`` instead, which work on
-   a row of numbers and the table of all rows (``facts/user_rows.py``).
-3. Facts after a step are judged at the next step, the first ones at once (``runner``). Nothing is read in between, so that ``describe``
-   finds the values that the reader has kept. If a finding needs more than the columns hold, ``describe`` returns a text of this rank (or
-   another value that JSON has), ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest difference.
-   They run only for a finding, on every rank. A fault that one rank sees by itself needs no rule: call ``self.add`` while reading.
-4. ``figures`` returns numbers for the logger, ``remarks`` lines for the summary.
-5. Export it here, write one row for each rule in ``tests/callbacks/test_rules.py``, and one run, sick and healthy, in another file there.
-   (A check of this package also has its line in ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)
+   Objects that several checks use (the reader of batches) are listed in ``shares``.
+2. ``facts``: the numbers that the check reads, the stage, and the rule for them. ``read`` returns this rank's numbers by name. Do not wait
+   for numbers on a device: return a function that reads a ``HostNumbers`` when they are sent. All numbers share a handshake, whose size
+   grows with them, so return only a few. Define the rule in ``facts/rules.py``. It receives the columns of all ranks by the same names, and
+   returns findings. Its result must depend only on the columns, so that every rank has the same findings. It is not called if the columns
+   in ``equal`` and ``zero`` imply that it finds nothing. Add evidence of earlier steps as a column in ``see``. Lists may have different
+   lengths on different ranks. A check outside this package may define ``stages``, ``measure`` and ``judge`` instead, which use a row of
+   numbers and the table of all rows (``facts/user_rows.py``).
+3. Facts after a step are judged in the next step, except for the first facts, which are judged immediately (``runner``). Nothing is read in
+   between, so ``describe`` can use the values that the reader has stored. If a finding needs more than the columns contain, ``describe``
+   returns a text of this rank (or another JSON value), ``explain`` returns findings based on all texts, and ``tensor`` returns the tensor
+   for the largest difference. They are called only for a finding, on every rank. A fault that a single rank can detect does not require a
+   rule: call ``self.add`` while reading.
+4. ``figures`` returns numbers for the logger, and ``remarks`` returns lines for the summary.
+5. Export the check here, add one row for each rule to ``tests/callbacks/test_rules.py``, and add a faulty and a healthy run to another file
+   in that folder. (A check of this package also has a line in ``configs/checks_all.yaml``, and a new fault has a row in ``faults.yaml``.)
 
 An error in a check becomes a finding of that check on all ranks.
 """

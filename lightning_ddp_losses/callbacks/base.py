@@ -1,10 +1,10 @@
-"""The base of all checks, and `DDPChecks`, which holds several of them.
+"""The base class of all checks, and `DDPChecks`, which runs several of them.
 
 A check reads facts on each rank, and a pure rule judges the columns of all ranks. Every rank judges the same columns, so every rank has
 the same findings. The runner (``runner.py``) does all communication: one gather for all checks that are due at one stage.
 """
 
-# annotations are objects here, not text: constructors of checks in other modules have them, and LightningCLI reads those
+# annotations are not postponed in this file, because constructors of checks in other modules inherit them and LightningCLI reads them
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,20 +26,20 @@ _IN_VALIDATION = {
 
 
 class CheckCallback(Callback):
-    """A callback that holds checks. The first one of a trainer runs the checks of all of them."""
+    """A callback that contains checks. The first such callback of a trainer runs the checks of all of them."""
 
     _own_runner: CheckRunner | None = None
     findings: Sequence[Finding] = ()
     """Findings of the latest fit, ``trainer.validate`` or ``trainer.test``, each fault once."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the runner before the module is wrapped. It is a callback of the trainer until the fit or validation ends."""
+        """Start the runner before the module is wrapped, as a callback of the trainer until the fit or validation ends."""
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = [*dict.fromkeys(callback for callback in given if isinstance(callback, CheckCallback))]
-        # one runner serves all callbacks. Lightning comes here twice if one of them was given twice
+        # one runner serves all callbacks. If the user passes the same callback twice, Lightning calls this method twice
         if stage not in ("fit", "validate", "test") or callbacks[0] is not self or self._own_runner in given:
             return
-        # the first with settings decides
+        # use the settings of the first callback that has any
         settings = next((callback for callback in callbacks if isinstance(callback, Settings)), Settings())
         checks = _all_checks(callbacks)
         if stage != "fit":
@@ -49,7 +49,10 @@ class CheckCallback(Callback):
         self._own_runner.open()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report the error to the other ranks, or raise that of the first one. (Lightning calls no ``teardown`` after an error.)"""
+        """Report the error to the other ranks, or raise the error of the first rank that failed.
+
+        Lightning does not call ``teardown`` after an error, so the runner is closed in this method.
+        """
         if self._own_runner:
             try:
                 self._own_runner.fail(exception)
@@ -64,7 +67,7 @@ class CheckCallback(Callback):
         if self._own_runner:
             self.findings = self._own_runner.row_exchange.report.findings
             self._own_runner.close()
-            # it comes later in the list that Lightning iterates over, so no other callback is left out
+            # the runner follows this callback in the list that Lightning iterates over, so removing it does not skip another callback
             trainer.callbacks.remove(self._own_runner)  # type: ignore[attr-defined]
         self._own_runner = None
 
@@ -73,8 +76,8 @@ class CheckCallback(Callback):
 class RankCheck(Check, CheckCallback):
     """Base class of the checks: subclass it, set its stages, and write ``measure`` and ``judge``.
 
-    A check is a separate Lightning callback (``Trainer(callbacks=[ParameterSyncCheck()])``) or one of those in ``DDPChecks``.
-    In both cases all checks of a trainer share one gather. The options of a subclass are the fields of a dataclass like this one.
+    Pass a check to the trainer as a callback (``Trainer(callbacks=[ParameterSyncCheck()])``), or to ``DDPChecks``. In both cases all checks
+    of a trainer share one gather. The options of a subclass are the fields of a dataclass like this one.
 
     Args:
         every_n_steps: Period of the check at the two stages of a step.
@@ -82,12 +85,12 @@ class RankCheck(Check, CheckCallback):
             (``{"error": "warn"}``; ``raise``, ``warn`` or ``log``).
 
     Attributes:
-        stages: Places where it measures and judges.
-        faults: Ids of the faults that it covers.
-        needs_peers: True if it is left out in a world of one.
+        stages: Stages at which the check measures and judges.
+        faults: Ids of the faults that the check covers.
+        needs_peers: True if the check does not run in a world of one.
         runner: Runner of the fit.
 
-    Communication: none by itself. Its row travels in the shared gather.
+    Communication: no separate communication. The row is sent in the shared gather.
 
     Example:
         >>> import torch
@@ -132,28 +135,29 @@ class DDPChecks(CheckCallback, Settings):
     """Finds faults between ranks on the step where they happen, on all ranks, by name.
 
     Args:
-        checks: Checks to run. None for all of them, with their defaults. Checks that are registered next to this callback join in,
-            and replace the default of their class.
-        action: Action for a finding: one word for errors and warnings (``"warn"``), or one by severity. Default
-            ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, with the most telling one
-            first. In the others, ``follows`` names its fault. F46 before values are reduced at the end of an epoch is always raised.
+        checks: Checks to run. If None, all checks run with their defaults. Checks that are registered as separate callbacks also run, and
+            replace the default of their class.
+        action: Action for a finding: one word for errors and warnings (``"warn"``), or one for each severity. Default
+            ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings with the same cause are reported in one warning, with the
+            most informative one first. In the other findings, ``follows`` contains its fault. F46 is always raised if it is found before
+            values are reduced at the end of an epoch.
         file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a separate file. Without a logger the
-            folder is ``ddp_checks`` below the trainer's ``default_root_dir``.
+            folder is ``ddp_checks`` in the trainer's ``default_root_dir``.
         summary: Print a table at the end of the fit.
         log_figures: Send the measurements of the checks (collectives, rows, losses, memory) to the loggers too, not only the counts.
-        stall_seconds: Report the place of every rank when a rank makes no progress for longer.
+        stall_seconds: Report the position of every rank if a rank does not make progress for longer than this.
 
-    It also runs in ``trainer.validate`` and ``trainer.test``, with the checks that look at validation.
+    It also runs in ``trainer.validate`` and ``trainer.test``, with the checks that have stages of validation.
 
-    Communication: at start one handshake and one gather. Then at most two gathers in a checked step, one of them in the strategy's own
+    Communication: at start one handshake and one gather. Then at most two gathers in a checked step, one of them in the strategy's
         handshake under ``"ddp_losses"``. None in a world of one.
 
     Raises:
-        DDPLossError: on every rank, for findings with the action ``raise``. They are in its ``findings``.
+        DDPLossError: on every rank, for findings with the action ``raise``, which are listed in its ``findings``.
         ConfigurationError: on every rank, when ranks run different checks.
-        Any other error: if a step fails on some rank, what the step before left to be judged comes first in the text of the error that
-            leaves, and stands in its ``findings``. Ranks that do not come within 10 s are named: "the last step was not judged". (Of an
-            error that makes its text of other attributes, as ``OSError``, the findings are notes.)
+        Any other error: if a step fails on some rank, pending rows of the previous step are judged first. Their findings precede the text
+            of the error and are added to its ``findings``. If ranks do not send their rows within 10 s, the error lists them: "the last
+            step was not judged". (For errors such as ``OSError``, whose text is built from other attributes, findings are added as notes.)
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -172,7 +176,7 @@ class DDPChecks(CheckCallback, Settings):
         expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the runner. Warn if a trainer has several of these."""
+        """Start the runner. Warn if the trainer has several ``DDPChecks``."""
         together = [callback for callback in trainer.callbacks if isinstance(callback, DDPChecks)]  # type: ignore[attr-defined]
         if stage == "fit" and len(together) > 1 and together[0] is self:
             fix = "Keep one, which may hold any checks: DDPChecks(checks=[...]). Until then the first one decides on "
@@ -185,7 +189,8 @@ class DDPChecks(CheckCallback, Settings):
 def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:
     """Collect the checks, each class once.
 
-    A separately registered check replaces that of ``DDPChecks``. A second ``DDPChecks`` adds the checks that the first one lacks.
+    A separately registered check replaces the check of the same class in ``DDPChecks``. A second ``DDPChecks`` only adds checks that the
+    first one does not contain.
     """
     taken = {type(callback) for callback in callbacks}
     checks: list[RankCheck] = []

@@ -1,8 +1,8 @@
 """`BatchCheck`: every rank trains on separate rows, in as many batches as its peers, in a new order each epoch.
 
-Batches are compared by short hashes, samplers by their plain attributes (``batch_reader.py``). Losses that compare samples come first:
-those on this rank's rows only, those that gather, and calls without a positive pair. The check follows, then the comparison of the ranks'
-rows.
+Batches are compared by short hashes, samplers by their plain attributes (``batch_reader.py``). This file first classifies losses that
+compare samples, into losses on the rows of this rank and losses that gather. The check follows. It also finds calls of a loss without a
+positive pair.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 
 
 def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-    """Return the losses that compare rows of this rank alone, by path, and the paths of those that compare the rows of all ranks.
+    """Return losses that compare only rows of this rank, by path, and the paths of losses that compare the rows of all ranks.
 
-    The first are pytorch-metric-learning's losses on tuples that neither gather nor lie inside a loss that does. The second are two towers,
-    and gathering wrappers around a loss on tuples.
+    Local losses are the tuple losses of pytorch-metric-learning that neither gather nor are contained in a loss that gathers. Global losses
+    are two-tower losses, and gathering wrappers around a tuple loss.
     """
     local: dict[str, nn.Module] = {}
     of_all_ranks: list[str] = []
-    covered: tuple[str, ...] = ()  # paths with submodules that are skipped
+    covered: tuple[str, ...] = ()  # paths whose submodules are skipped
     for name, inner in module.named_modules():
         if name.startswith(covered):
             continue
         class_names = {cls.__name__ for cls in type(inner).__mro__}
         is_gathering = not class_names.isdisjoint(_GATHERS)
         if is_gathering:
-            # a memory holds the rows of other batches
+            # a CrossBatchMemory compares with stored rows of earlier batches
             wrapped = wrapped_module(inner)
             compared = inner.children() if wrapped is None else [wrapped]
             compares = any(contrastive_losses(child)[0] for child in compared)
@@ -75,7 +75,7 @@ def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[st
 
 
 def pml_gather(module: nn.Module) -> str:
-    """Return the path of a wrapper that gathers rows of equal numbers only. Empty if there is none."""
+    """Return the path of a wrapper that requires equal numbers of rows on all ranks. Empty if there is none."""
     for name, inner in module.named_modules():
         if any(cls.__module__ == "pytorch_metric_learning.utils.distributed" for cls in type(inner).__mro__):
             return name or type(inner).__name__
@@ -86,18 +86,18 @@ def pml_gather(module: nn.Module) -> str:
 
 
 class BatchCheck(RankCheck, default=True):
-    """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs, whole windows.
+    """Checks the data of each rank: different rows, equal numbers of batches, a common order, positive pairs, and full windows.
 
     Covers F28, F29, F31, F33, F36, F54, F62, F67-F72, F83, F84, F85.
 
     Batches on the host are read in every step (up to 64 rows, and 32 numbers of a wide row). On an accelerator the first 16 batches of an
-    epoch and every 50th are read, one batch later. A finding needs evidence: batches are *the same* after two of them with 8 different
-    rows in all. A resumed epoch *begins again* if rank 0 draws the first batch of that epoch once more.
+    epoch and every 50th batch are read, one batch later. Findings require evidence: batches are reported as *the same* after two of them
+    with 8 different rows in total. A resumed epoch *begins again* if rank 0 draws the first batch of that epoch a second time.
 
     Args:
-        **options: As ``RankCheck``.
+        **options: Same as in ``RankCheck``.
 
-    Communication: 104 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
+    Communication: 104 bytes in the handshake before backward, and 0.2 KiB at the start of an epoch and at the end of training.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
@@ -114,7 +114,7 @@ class BatchCheck(RankCheck, default=True):
     def _forget(self) -> None:
         self._has_no_pairs: dict[str, bool] = {}  # latest call of each loss
         self._calls = 0
-        self._saved: EpochRecord | None = None  # of a checkpoint, which is loaded before training starts
+        self._saved: EpochRecord | None = None  # record in a checkpoint that was loaded before training started
         self._early_samplers: list[Any] = []
         self._late_epochs: list[tuple[object, str, int, int]] = []
         # this rank's data
@@ -133,7 +133,7 @@ class BatchCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ observe
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Watch the losses that compare samples, and remember samplers that have drawn their order already."""
+        """Register hooks on losses that compare local rows, and find samplers that have already drawn their order."""
         for name, loss in contrastive_losses(module)[0].items():
             self.runner.before_forward(self, loss, partial(self._see_call, name))
         self._early_samplers = batch_reader.early_samplers(trainer)
@@ -141,9 +141,9 @@ class BatchCheck(RankCheck, default=True):
             self._watch_epoch(trainer, sampler)
 
     def _see_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call of a loss with labels that are all different, so that the rows have no positive pair."""
+        """Record whether all labels in a call of a loss are different, so that the rows do not contain a positive pair."""
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        # pairs may come from a miner, or from other rows
+        # with these arguments, pairs are formed by a miner or with other rows
         if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
             return
         labels = given.get("labels")
@@ -154,7 +154,7 @@ class BatchCheck(RankCheck, default=True):
             self._has_no_pairs[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
 
     def _watch_epoch(self, trainer: Trainer, sampler: Any) -> None:
-        """Note the first epoch that Lightning sets, and the iterator that exists then."""
+        """Record the first epoch that Lightning sets on a sampler, and the iterator that exists at that time."""
 
         def set_epoch(epoch: int) -> None:
             # workers that have read a short epoch to its end leave our sampler at the next one
@@ -177,7 +177,7 @@ class BatchCheck(RankCheck, default=True):
         """Read the batch."""
         read = self._batches
         read.see(batch, batch_idx)
-        # the first one after a resume in the middle of an epoch
+        # the first batch after resuming in the middle of an epoch
         saved, self._saved = self._saved, None
         if saved is not None and saved.epoch == trainer.current_epoch and batch_idx:
             self._resumed_at = batch_idx, saved.epoch
@@ -199,7 +199,7 @@ class BatchCheck(RankCheck, default=True):
         return {}
 
     def _read_validation(self) -> Numbers:
-        """Find held-out rows that padding repeats."""
+        """Find rows of validation or test data that are repeated as padding."""
         trainer = self.runner.trainer
         kind = "test" if trainer.testing else "validation"
         for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
@@ -209,7 +209,7 @@ class BatchCheck(RankCheck, default=True):
         return {}
 
     def _read_loaded(self) -> Numbers:
-        """Take the record of the epoch from the checkpoint."""
+        """Read the record of the epoch from the checkpoint."""
         saved = (self.runner.checkpoint or {}).get(KEY, {})
         self._saved = EpochRecord(saved["epoch"], saved["first"], saved["latest"]) if "latest" in saved else None
         return {}
@@ -222,7 +222,7 @@ class BatchCheck(RankCheck, default=True):
         return {}
 
     def _read_batch(self) -> Numbers:
-        """Look for findings of this rank in a step, and return what its batch is.
+        """Look for findings of this rank in a step, and return the numbers that describe its batch.
 
         ``rows`` are rows of the batch (graphs, if it is made of graphs), 0 if their number is not known. ``content`` is a hash of the
         batch, 0 if it was not read, ``distinct`` the different rows in it, and ``read_step`` the optimizer steps before it. ``order`` is
@@ -230,7 +230,7 @@ class BatchCheck(RankCheck, default=True):
         ``noise`` one of a draw with rows.
         """
         trainer = self.runner.trainer
-        # loaders and samplers are asked once per epoch
+        # loaders and samplers are read once per epoch
         batch_idx = trainer.fit_loop.batch_idx
         if self._loaders.epoch != trainer.current_epoch:
             self._loaders = LoadersOfEpoch.of(trainer, is_at_start=batch_idx == 0)
@@ -268,7 +268,7 @@ class BatchCheck(RankCheck, default=True):
         }
 
     def _see_batch(self, columns: Columns) -> None:
-        """Keep the rows, and add what earlier steps showed: ranks with the same batches, and random states."""
+        """Store the rows, and add columns with evidence of earlier steps: ranks with the same batches, and random states."""
         self._global_rows = tuple(columns["rows"])
         same = self._same.see(columns["content"], columns["distinct"])
         columns["is_same"] = [rank in same for rank in range(len(self._global_rows))]
@@ -277,8 +277,8 @@ class BatchCheck(RankCheck, default=True):
     def _read_epoch(self) -> Numbers:
         """Look for batches that Lightning shuffles and for a short window, and return the labels of the last epoch and sizes of this one.
 
-        ``batches`` is -1 if an epoch is endless, ``full_size`` and ``last_size`` are 0 if they cannot be known, and ``gathers`` is a hash
-        of the path of a loss that gathers equal numbers of rows only, 0 for none.
+        ``batches`` is -1 if an epoch is endless, ``full_size`` and ``last_size`` are 0 if they cannot be determined, and ``gathers`` is a
+        hash of the path of a loss that requires equal numbers of rows on all ranks, 0 if there is no such loss.
         """
         trainer, module = self.runner.trainer, self.runner.module
         for loader in batch_reader.data_loaders(trainer):
@@ -324,7 +324,7 @@ class BatchCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ findings of this rank
 
     def _find_short_window(self, trainer: Trainer, batches: int) -> None:
-        """Look for a last window of fewer batches, which Lightning divides by the number of a full one."""
+        """Look for a last window with fewer batches, whose losses Lightning divides by the number of batches in a full window."""
         full = trainer.accumulate_grad_batches
         if batches % full and trainer.lightning_module.automatic_optimization and is_divided(trainer):
             self.add("F84", name="last window", number=batches % full, full=full)
@@ -333,17 +333,17 @@ class BatchCheck(RankCheck, default=True):
         """Look, once, for an order that workers drew before Lightning set the epoch of a resumed run."""
         late, self._late_epochs = self._late_epochs, []
         for iterator, name, drawn, epoch in late:
-            if iterator is _iterator_of(trainer):  # a new one would have drawn again
+            if iterator is _iterator_of(trainer):  # a new iterator would have drawn the order again
                 self.add("F85", name=name, epoch=epoch, drawn=drawn)
 
     def _find_stale_samplers(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> None:
-        """Look for samplers that shuffle by epoch and have the epoch of an earlier one."""
+        """Look for samplers that shuffle by epoch but whose epoch has not changed."""
         epoch = trainer.current_epoch
         samplers: dict[str, Any] = {}
         for loader in loaders:
             samplers |= batch_reader.shuffling_samplers(loader)
         self._sampler_epochs[epoch] = {path: int(sampler.epoch) for path, sampler in samplers.items()}
-        # further evidence: the first batch is that of the epoch before
+        # as further evidence, compare the first batches of this and the previous epoch
         before = self._sampler_epochs.get(epoch - 1, {})
         first = self._batches.first
         has_same_first = bool(first.get(epoch)) and first.get(epoch) == first.get(epoch - 1)
@@ -354,7 +354,7 @@ class BatchCheck(RankCheck, default=True):
                 return
 
     def _find_missing_pairs(self) -> None:
-        """Look for losses that met no positive pair in several steps."""
+        """Look for losses that were called without a positive pair in several consecutive steps."""
         for name, without in self._has_no_pairs.items():
             steps = self._steps_without_pairs.get(name, 0) + 1 if without else 0
             self._steps_without_pairs[name] = steps
@@ -362,14 +362,14 @@ class BatchCheck(RankCheck, default=True):
                 self.add("F31", "labels", name=name, steps=steps)
 
     def _find_local_losses(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find losses that compare the rows of this rank only, and accumulation, which gives them no more negatives."""
+        """Find losses that only compare rows of this rank, and accumulation, which does not increase their number of negatives."""
         if process_groups.world_size() == 1:
             return
         of_one_rank, of_all_ranks = contrastive_losses(module)
         names = ", ".join(f"`{name}`" for name in of_one_rank)
         if names:
             self.add("F29", name=names)
-        # a loss over all ranks still sees one batch at a time
+        # a loss over all ranks also compares only the rows of one batch at a time
         names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *of_all_ranks]))
         if names and trainer.accumulate_grad_batches > 1:
             self.add("F33", name=names, batches=trainer.accumulate_grad_batches)
@@ -395,14 +395,14 @@ class BatchCheck(RankCheck, default=True):
         return [Finding.of("F67", "loader", ranks=finding.ranks, name=finding.name, whose=whose, loader=name)]
 
     def figures(self) -> dict[str, float]:
-        """Return the rows of the latest step, and the distance of the ranks' classes from those of all ranks."""
+        """Return the rows of the latest step, and how far class shares per rank differ from the shares over all ranks."""
         rows = self._global_rows
         if not rows or not all(rows):
             return {}
         return {"rows_min": float(min(rows)), "rows_max": float(max(rows)), "class_imbalance": self._imbalance}
 
     def remarks(self) -> list[str]:
-        """Return the rows of an optimizer step, and the distance of the classes, in words."""
+        """Return the rows of an optimizer step and the difference of class shares as text."""
         rows = self._global_rows
         if not rows or not all(rows):
             return []
@@ -418,12 +418,12 @@ def _iterator_of(trainer: Trainer) -> object:
 
 
 def _sizes(trainer: Trainer) -> tuple[int, int, int]:
-    """Return the batches of this rank's epoch, the rows of a full batch, and those of the last one."""
+    """Return the number of batches in this rank's epoch, and the numbers of rows in a full batch and in the last batch."""
     batches = int(trainer.num_training_batches) if math.isfinite(trainer.num_training_batches) else -1
     full_size = last_size = 0
     loaders = batch_reader.data_loaders(trainer)
     if len(loaders) == 1:
         full_size, last_size = batch_reader.batch_sizes(loaders[0])
         if full_size and batches < len(loaders[0]):
-            last_size = full_size  # the epoch ends before it
+            last_size = full_size  # the epoch ends before the loader's last batch
     return batches, full_size, last_size

@@ -1,8 +1,8 @@
 """Reads this rank's training data: batches (rows, labels, a short hash of each row), and DataLoaders (sizes, samplers, epochs).
 
 `BatchReader` reads each batch once for all checks. Batches on the host are read in every step: up to 64 rows, and 32 numbers of a wide row.
-Batches on an accelerator are read now and then, and except for the first of an epoch one batch later, when their copy has arrived.
-DataLoaders are read without drawing from them.
+Batches on an accelerator are read at intervals. Except for the first batch of an epoch, their copies are read one batch later, when they
+have arrived. DataLoaders are read without drawing from them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import fingerprint
 from lightning_ddp_losses.samplers.global_batch import draw_of
 
-BUCKETS = 16  # of labels
-_MAX_LABELS = 1024  # counted labels of a batch
-_FIRST, _EVERY = 16, 50  # batches of an epoch that are read on an accelerator
+BUCKETS = 16  # number of buckets for labels
+_MAX_LABELS = 1024  # largest number of labels counted in a batch
+_FIRST, _EVERY = 16, 50  # on an accelerator, the first 16 batches of an epoch and every 50th batch are read
 _COUNT_NAMES = ("num_graphs", "batch_size")
 _LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 _MASK = (1 << 63) - 1
-_MAX_INDICES = 1 << 16  # of an order
-_MAX_DEPTH = 3  # samplers inside samplers
+_MAX_INDICES = 1 << 16  # largest number of indices hashed in an order
+_MAX_DEPTH = 3  # depth of nested samplers that are searched
 _MAX_ATTRIBUTES = 64
 
 
@@ -38,12 +38,12 @@ _MAX_ATTRIBUTES = 64
 
 
 class EpochRecord(NamedTuple):
-    """Record of an epoch in a checkpoint. It shows a resumed run that it draws the epoch from its start again.
+    """Record of an epoch in a checkpoint, from which a resumed run detects that it draws the epoch from the start again.
 
     Attributes:
         epoch: Number of the epoch.
-        first: Content of rank 0's first batch in it.
-        latest: Content of its latest batch. Equal to ``first`` if batches do not change.
+        first: Content of rank 0's first batch in the epoch.
+        latest: Content of rank 0's latest batch. Equal to ``first`` if batches do not change.
     """
 
     epoch: int
@@ -52,17 +52,17 @@ class EpochRecord(NamedTuple):
 
 
 class BatchReader:
-    """Reads batches and remembers their contents. One for all checks of a fit (``runner.shared(BatchReader)``).
+    """Reads batches and stores their hashes. All checks of a fit share one reader (``runner.shared(BatchReader)``).
 
     Attributes:
-        rows: Rows of the latest batch, those of its first tensor.
-        samples: Samples of the latest batch: its rows, or its graphs (not their nodes). 0 if the number is not known.
-        content: Hash of that batch, on an accelerator of the one before. 0 if it was not read.
-        distinct: Different rows in the hashed batch.
-        read_step: Optimizer steps before the hashed batch.
+        rows: Number of rows in the latest batch (in its first tensor).
+        samples: Number of samples in the latest batch: its rows, or its graphs (not their nodes). 0 if it is not known.
+        content: Hash of the latest batch, or of the previous batch on an accelerator. 0 if no batch was read.
+        distinct: Number of different rows in the hashed batch.
+        read_step: Number of optimizer steps before the hashed batch.
         first: Content of the first batch, by epoch.
-        total_rows: Rows of the fit.
-        number: Batches of the fit.
+        total_rows: Number of rows in the fit.
+        number: Number of batches in the fit.
     """
 
     def __init__(self, runner: CheckRunner) -> None:
@@ -73,7 +73,7 @@ class BatchReader:
         self.first: dict[int, int] = {}
         self._epoch = -1
         self._latest = 0  # content of the latest batch that was read
-        self._late: Callable[[], None] | None = None  # reads a batch whose copy is on its way
+        self._late: Callable[[], None] | None = None  # reads the batch that is being copied
         self._counts = [0] * BUCKETS
 
     def see(self, batch: Any, index: int) -> None:
@@ -87,7 +87,7 @@ class BatchReader:
         is_first = epoch != self._epoch
         if is_first:
             self._epoch, self._counts = epoch, [0] * BUCKETS
-        # rows are those of the first tensor
+        # the first tensor determines the number of rows
         tensors = [leaf for leaf in fingerprint.batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = tensors[0].shape[0] if tensors else 0
         self.samples = self.rows
@@ -110,11 +110,11 @@ class BatchReader:
         sent = None if labels is None else HostCopy(labels[:_MAX_LABELS])
 
         def read() -> None:
-            # a hash of each row, and one of all of them
+            # hash each row, and combine the hashes
             hashes = fingerprint.hash_tables([table.read() for table in tables], number)
             self.distinct, self.read_step = len(set(hashes)), step
             self.content = self._latest = fingerprint.combine(hashes) & _MASK or 1
-            # labels by bucket: neighbouring classes go to different buckets, and class 0 and 16 to the same
+            # count labels by bucket: adjacent classes are in different buckets, classes 0 and 16 in the same one
             for label in [] if sent is None else sent.read().tolist():
                 self._counts[label % BUCKETS] += 1
 
@@ -127,7 +127,7 @@ class BatchReader:
 
     @property
     def counts(self) -> list[int]:
-        """Labels of this epoch by bucket, of the first rows of each batch."""
+        """Number of labels in this epoch by bucket, among the first rows of each batch that was read."""
         self._read_late()
         return self._counts
 
@@ -140,11 +140,11 @@ class BatchReader:
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
-    """Return the number of samples in a batch of tensors with different numbers of rows. 0 if it cannot be known.
+    """Return the number of samples in a batch of tensors with different numbers of rows, or 0 if it cannot be determined.
 
-    Graphs are batched as one: nodes of all of them below each other, edges as pairs of nodes, and one entry per graph.
+    Graphs are batched into one graph, with concatenated nodes, edges as pairs of nodes, and one entry per graph in other tensors.
     """
-    # an attribute of the batch (PyTorch Geometric, DGL, TensorDict)
+    # read an attribute of the batch (PyTorch Geometric, DGL, TensorDict)
     parts = [batch]
     if isinstance(batch, (tuple, list)):
         parts += batch
@@ -157,16 +157,16 @@ def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
                 return count
     if not tensors:
         return 0
-    # not a graph: the first tensor has the rows
+    # if the batch is not a graph, the first tensor determines the number of rows
     rows = tensors[0].shape[0]
     named: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
-    # edges are integers (2, E)
+    # edges are an integer tensor (2, E)
     edges = [tensor for tensor in tensors[1:] if _is_integer(tensor) and tensor.ndim == 2 and tensor.shape[0] == 2]
     if isinstance(named.get("edge_index"), Tensor):
         edges = [named["edge_index"]]
     if not edges:
         return rows
-    # graphs: by their labels, else by the one size that is neither of nodes nor of edges
+    # the number of graphs is the number of labels, or else the only size that is not a number of nodes or edges
     labels = _named_labels(named)
     if isinstance(labels, Tensor) and labels.ndim:
         return labels.shape[0]
@@ -186,7 +186,7 @@ def _named_labels(batch: Mapping[Any, Any]) -> Any:
 
 
 def labels_of(batch: Any, rows: int) -> Tensor | None:
-    """Return the class labels of a batch, one integer per row: a named entry, or the second of a tuple."""
+    """Return the class labels of a batch, one integer per row, from a named entry or the second element of a tuple."""
     found: Any = None
     if isinstance(batch, Mapping):
         found = _named_labels(batch)
@@ -201,7 +201,7 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
 
 
 def data_loaders(trainer: Trainer, *, validation: bool = False) -> list[DataLoader[Any]]:
-    """Return the DataLoaders as they run, with Lightning's samplers."""
+    """Return the DataLoaders that are in use, with Lightning's samplers."""
     combined = compat.combined_loader(compat.validation_loop(trainer) if validation else trainer.fit_loop)
     if combined is None:
         return []
@@ -209,17 +209,17 @@ def data_loaders(trainer: Trainer, *, validation: bool = False) -> list[DataLoad
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
-    """Return whether the rows of a rank come from an iterable data set, without a sampler."""
+    """Return whether the loader reads an iterable dataset, without a sampler."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 class LoadersOfEpoch(NamedTuple):
-    """What the loaders of an epoch are, which are the same in all its steps.
+    """Properties of the loaders of an epoch, which do not change between its steps.
 
     Attributes:
         epoch: Number of the epoch.
-        is_iterable: Whether one of them reads an iterable data set.
-        order: Number of the order that ranks divide. 0 if it is not known.
+        is_iterable: Whether one of the loaders reads an iterable dataset.
+        order: Hash of the order that ranks divide. 0 if it is not known.
     """
 
     epoch: int
@@ -228,15 +228,15 @@ class LoadersOfEpoch(NamedTuple):
 
     @classmethod
     def of(cls, trainer: Trainer, *, is_at_start: bool) -> LoadersOfEpoch:
-        """Read the present loaders. The order is known at the start of an epoch only."""
+        """Read the current loaders. The order is known only at the start of an epoch."""
         loaders = data_loaders(trainer)
         order = drawn_order(loaders[0]) if loaders and is_at_start else 0
         return cls(trainer.current_epoch, any(map(is_iterable, loaders)), order)
 
 
 def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
-    """Return the rows of this rank's full batches and of its last one, or zeros if they cannot be known."""
-    # only torch's BatchSampler cuts a known number of rows
+    """Return the numbers of rows in this rank's full batches and in its last batch, or zeros if they cannot be determined."""
+    # only the batch sizes of torch's BatchSampler are known
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or is_iterable(loader):
         return 0, 0
@@ -250,9 +250,9 @@ def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
 
 
 def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
-    """Return the class of a sampler of structured batches that Lightning shuffles. Empty without one.
+    """Return the class of a sampler of structured batches that Lightning shuffles. Empty if there is none.
 
-    Such a sampler has a batch size or a number of rows per class. torch's samplers have neither.
+    Such a sampler has a batch size or a number of rows per class. torch's samplers do not have these attributes.
     """
     sampler = loader.sampler
     if not isinstance(sampler, DistributedSamplerWrapper) or not sampler.shuffle:
@@ -265,10 +265,10 @@ def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
 
 
 def drawn_order(loader: DataLoader[Any]) -> int:
-    """Return a number that must be equal on all ranks, because they divide one order. 0 if the order is not known."""
+    """Return a hash that must be equal on all ranks, because they divide one order, or 0 if the order is not known."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSamplerWrapper):
-        # the order that Lightning drew once, for all ranks to divide
+        # Lightning draws the order once, and all ranks divide it
         head = compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
         if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
             return fingerprint.hash_text(repr(head), 62)
@@ -279,7 +279,7 @@ def drawn_order(loader: DataLoader[Any]) -> int:
 
 
 def early_samplers(trainer: Trainer) -> list[Any]:
-    """Return the samplers that shuffle by epoch and draw their order when the iterator is made: for workers, or without batches."""
+    """Return samplers that shuffle by epoch and draw their order when the iterator is created (with workers, or without batches)."""
     found: list[Any] = []
     for loader in data_loaders(trainer):
         if loader.num_workers or loader.batch_sampler is None:
@@ -290,7 +290,7 @@ def early_samplers(trainer: Trainer) -> list[Any]:
 
 
 def shuffling_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the samplers that shuffle by epoch, by path, including those inside other samplers."""
+    """Return the samplers that shuffle by epoch, by path, including samplers inside other samplers."""
     found: dict[str, Any] = {}
     queue = [("sampler", loader.sampler, 0), ("batch_sampler", loader.batch_sampler, 0)]
     seen: set[int] = set()

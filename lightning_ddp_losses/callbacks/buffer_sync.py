@@ -1,6 +1,7 @@
-"""`BufferSyncCheck`: memory queues, batch norm, metric states and buffers of one's own, which must be equal on all ranks.
+"""`BufferSyncCheck`: memory queues, batch norm, metric states and the user's buffers must be equal on all ranks.
 
-Three sections read modules, each for one kind of state: buffers, statistics of batch norm, states of metrics. The check follows.
+The first three sections each read one kind of state from modules: buffers, statistics of batch norm, and states of metrics. The check
+follows.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text,
 from lightning_ddp_losses.metrics.states import ExchangingMetric
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
-_QUEUE_ROWS = 1024  # compared rows of a larger queue: the first ones, and as many others
+_QUEUE_ROWS = 1024  # of a larger queue, the first rows and about as many evenly spaced rows are compared
 _MASK = (1 << 62) - 1
-MAX_CHANNELS = 48  # compared channels of all layers together
+MAX_CHANNELS = 48  # largest number of compared channels over all layers
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
-_EQUAL = ("number", "values")  # on all ranks, of buffers
+_SEARCH_EVERY = 64  # interval in steps, because walking through a large model takes time
+_EQUAL = ("number", "values")  # columns about buffers that are equal on healthy ranks
 
 
 # ---------------------------------------------------------------------- buffers
 
 
 class SentBuffer:
-    """Fingerprints of a buffer on their way to the host.
+    """Fingerprints of a buffer, whose copy to the host has been started.
 
     Args:
         value: Buffer. Only some rows of a large queue are read.
-        is_queue: True if it holds rows of earlier batches.
+        is_queue: True if the buffer contains rows of earlier batches.
 
     Attributes:
-        is_queue: True if its rows are also compared without their order.
+        is_queue: True if its rows are also compared regardless of their order.
         shape: Shape of the buffer.
     """
 
@@ -77,20 +78,20 @@ class SentBuffer:
         self._tables = [HostCopy(table) for table in tables]
 
     def read(self) -> tuple[int, int, bool]:
-        """Return a hash of the rows in their order, one without the order, and whether it is a queue."""
+        """Return a hash of the rows in order, a hash that does not depend on their order, and whether the buffer is a queue."""
         hashes = hash_tables([table.read() for table in self._tables], self._rows)
         return self._in_order.read()[0], sum(hashes) & _MASK, self.is_queue
 
 
 class BufferSlot(NamedTuple):
-    """Names the place of a buffer. The tensor there may be replaced.
+    """Identifies a buffer by its owner and name, since the tensor may be replaced.
 
     Attributes:
-        path: Name of the buffer in the module.
-        owner: Module that holds it.
-        name: Its name there.
-        is_queue: True if it holds rows of earlier batches.
-        is_own: True if neither a loss nor a metric holds it, and it is no queue.
+        path: Name of the buffer in the root module.
+        owner: Module in which the buffer is registered.
+        name: Name of the buffer in its owner.
+        is_queue: True if the buffer contains rows of earlier batches.
+        is_own: True if the buffer is not a queue, and its owner is neither a loss nor a metric.
     """
 
     path: str
@@ -101,17 +102,17 @@ class BufferSlot(NamedTuple):
 
 
 def compared_buffers(module: nn.Module) -> list[BufferSlot]:
-    """Return the compared buffers, except those of batch norm and those that DDP ignores.
+    """Return the buffers to compare, excluding buffers of batch norm and buffers that DDP ignores.
 
-    They are the buffers of losses and metrics, all queues, and those buffers of other modules that a checkpoint holds if they are floats or
-    complex: running means, centres, codebooks. Buffers that are no part of a checkpoint are caches. A cache may differ between ranks.
+    These are the buffers of losses and metrics, all queues, and floating-point or complex buffers of other modules if they are saved in a
+    checkpoint (running means, centres, codebooks). Buffers that are not saved in a checkpoint are caches, which may differ between ranks.
     """
     ignored = frozenset(getattr(module, DDP_IGNORES, ()))
     found: list[BufferSlot] = []
     for path, inner in module.named_modules():
         if isinstance(inner, compat.NORM_TYPES):
             continue
-        # known by name: neither losses nor metrics have one base class
+        # identified by class name, because neither losses nor metrics have a common base class
         kinds = [type(inner), type(wrapped_module(inner) or inner)]
         names = [cls.__name__ for kind in kinds for cls in kind.__mro__]
         is_objective = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
@@ -130,7 +131,7 @@ def compared_buffers(module: nn.Module) -> list[BufferSlot]:
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory is its value: not for a sparse or an uninitialised one."""
+    """Return whether a tensor's memory is its value, which excludes sparse and uninitialised tensors."""
     return not is_lazy(tensor) and tensor.layout == torch.strided
 
 
@@ -138,7 +139,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
 
 
 def plain_norms(module: nn.Module) -> dict[str, Any]:
-    """Return the layers of torch's plain batch norm on this rank's rows, by path. A subclass may synchronise by itself."""
+    """Return torch's plain batch-norm layers, which use only this rank's rows, by path. Subclasses may synchronise and are excluded."""
     return {
         name: inner for name, inner in module.named_modules() if type(inner) in _PLAIN_NORMS and not synchronises(inner)
     }
@@ -165,8 +166,8 @@ class StateKind(NamedTuple):
 
     Attributes:
         tensors: Number of tensors that are gathered one by one. -1 for a list that is concatenated first and may be empty on some ranks.
-        ndim: Their dimensions. None for an empty list.
-        dtype: Their dtype. None for an empty list.
+        ndim: Number of dimensions of the tensors. None for an empty list.
+        dtype: Data type of the tensors. None for an empty list.
     """
 
     tensors: int
@@ -180,7 +181,7 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
 
 
 def metric_states(module: nn.Module) -> dict[str, StateKind]:
-    """Return the kind of every metric state, by path, before it is gathered, unless one exchange takes any number of tensors."""
+    """Return the kind of every metric state before its gather, by path, except for metrics that exchange any number of tensors."""
     metrics = {
         f"{path}.{name}".strip("."): each for path, outer in _roots(module) for name, each in metrics_of(outer).items()
     }
@@ -200,12 +201,12 @@ def metric_states(module: nn.Module) -> dict[str, StateKind]:
 
 
 def _roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the module, and those that it holds in a list, a dict or a partial, by path."""
+    """Return the module, and modules in its lists, dicts and partials, by path."""
     return [("", module), *unregistered_modules(module, {})]
 
 
 def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
-    """Describe a state that differs between ranks, from its kind on each."""
+    """Return the finding for a state that differs between ranks, given its kind on each rank."""
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
         updates = tuple(f"{number} updates" for number in numbers)
@@ -219,21 +220,21 @@ def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BufferSyncCheck(RankCheck, default=True):
-    """Batch norm's statistics, memory queues, metric states and buffers of one's own are equal on all ranks.
+    """Checks that batch-norm statistics, memory queues, metric states and the user's buffers are equal on all ranks.
 
-    Buffers of losses and queues are compared in every step. Other buffers of floats that a checkpoint holds are compared after the first
-    step and every 64th, before a validation and at the end of training. If they differ, that is a warning. Buffers after a step are judged
-    at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait for a device. The
-    finding names the step of its buffers.
+    Buffers of losses and queues are compared in every step. Other floating-point buffers that are saved in a checkpoint are compared after
+    the first step and every 64th step, before a validation and at the end of training. A difference in these is a warning. Buffers after a
+    step are judged in the next step, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait
+    for a device. The finding names the step of its buffers.
 
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 
     Args:
-        tolerance: Allowed distance of batch-norm statistics in standard deviations. At least 0.5 divided by the root of the rows per
-            rank, the distance by chance. Plain DDP keeps a tenth of the difference of the latest batches.
-        **options: As ``RankCheck``.
+        tolerance: Allowed distance of batch-norm statistics in standard deviations. The limit is never below 0.5 divided by the square root
+            of the rows per rank, which is the distance by chance. Plain DDP keeps a tenth of the difference of the latest batches.
+        **options: Same as in ``RankCheck``.
 
-    Communication: 24 bytes before backward, 16 after the step, 16 more if all buffers are compared. At validation 0.9 KiB.
+    Communication: 24 bytes before backward, 16 after the step, and 16 more if all buffers are compared. 0.9 KiB at validation.
 
     Example:
         >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])
@@ -252,7 +253,7 @@ class BufferSyncCheck(RankCheck, default=True):
         self._buffers: dict[str, Tensor] = {}
         self._judged: dict[str, SentBuffer] = {}
         self._states: dict[str, StateKind] = {}
-        # forwards of each DDP since the last backward, and its buffers before the second
+        # number of forwards of each DDP since the last backward, and its buffers before the second forward
         self._forwards: dict[int, int] = {}
         self._before_second: HostNumbers | None = None
         self._last_forwards: tuple[int, HostNumbers | None, int] | None = None
@@ -261,7 +262,7 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Count forwards of every DDP that broadcasts buffers."""
-        # the strategy's wrapper, and wrappers of users, also those that nn.Module does not register
+        # the strategy's wrapper, and wrappers in the user's module, including those that are not registered as submodules
         modules = {trainer.strategy.model, *module.modules()}
         modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
         for wrapped in modules:
@@ -272,8 +273,8 @@ class BufferSyncCheck(RankCheck, default=True):
         if not torch.is_grad_enabled() or not wrapped.training:
             return
         self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1
-        if self._forwards[id(wrapped)] == 2:  # the broadcast comes after this hook
-            # batch norm's statistics differ on plain DDP by design
+        if self._forwards[id(wrapped)] == 2:  # DDP broadcasts buffers after this hook
+            # statistics of batch norm differ under plain DDP by design
             of_norms: set[int] = set()
             for norm in plain_norms(wrapped).values():
                 of_norms.update(map(id, norm.buffers()))
@@ -282,7 +283,7 @@ class BufferSyncCheck(RankCheck, default=True):
             )
 
     def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        """Count forwards anew after a backward that only accumulates, too: it needs no buffers any more."""
+        """Reset the count of forwards, also after a backward that only accumulates, because buffers are no longer used after it."""
         self._forwards, self._before_second = {}, None
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -292,8 +293,8 @@ class BufferSyncCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ facts
 
     def _read_start(self) -> Numbers:
-        """Find plain batch norm although the trainer synchronises it."""
-        # also in unregistered modules, which the conversion does not find
+        """Find plain batch norm in spite of the trainer's option to synchronise it."""
+        # include unregistered modules, which the trainer does not convert
         if compat.has_layer_sync(self.runner.trainer.strategy):
             for path, outer in _roots(self.runner.module):
                 for name in plain_norms(outer):
@@ -301,9 +302,10 @@ class BufferSyncCheck(RankCheck, default=True):
         return {}
 
     def _read_forwards(self) -> Numbers:
-        """Return the largest number of forwards of a DDP with buffers, a hash of its buffers before the second, and the step.
+        """Return the largest number of forwards of a DDP with buffers, a hash of its buffers before the second forward, and the step.
 
-        Those of the first backward are read immediately, because autograd may fail in it, and later those of the backward before.
+        The first call returns the numbers of the first backward, because autograd may raise an error in it. Later calls return the numbers
+        of the previous backward.
         """
         seen = max(self._forwards.values(), default=0), self._before_second, self.runner.step
         self._forwards, self._before_second = {}, None
@@ -312,7 +314,7 @@ class BufferSyncCheck(RankCheck, default=True):
         return {"forwards": forwards, "buffers": hash_text(repr(values)) if values else 0, "step": step}
 
     def _read_buffers(self) -> Numbers | Callable[[], Numbers]:
-        """Start to read the compared buffers. Return a function that returns their number, and a hash of names and fingerprints."""
+        """Start to read the compared buffers, and return a function for their number and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = [slot for slot in compared_buffers(self.runner.module) if not slot.is_own]
         if not self._slots:
@@ -327,7 +329,7 @@ class BufferSyncCheck(RankCheck, default=True):
         return read
 
     def _read_own_buffers(self) -> Callable[[], Numbers]:
-        """Start to read the buffers of the user's own modules. Return a function that returns the same of them."""
+        """Start to read the buffers of the user's modules, and return a function for their number and hash."""
         slots = [slot for slot in compared_buffers(self.runner.module) if slot.is_own]
         self._own_buffers, sent = _send(slots)
 
@@ -338,13 +340,13 @@ class BufferSyncCheck(RankCheck, default=True):
         return read
 
     def _read_own_after_step(self) -> Callable[[], Numbers] | None:
-        """Return the same after the first step and some others."""
+        """Start to read the buffers of the user's modules after the first step and every 64th step. Otherwise return None."""
         if self.runner.steps and self.runner.step % _SEARCH_EVERY:
             return None
         return self._read_own_buffers()
 
     def _read_states(self) -> Numbers:
-        """Return a hash of the states' names, then one for the kind of each."""
+        """Return a hash of the names of the states, followed by a hash of each state's kind."""
         self._states = metric_states(self.runner.module)
         numbers = {"names": hash_text(repr(list(self._states)))}
         for name, kind in self._states.items():
@@ -353,7 +355,7 @@ class BufferSyncCheck(RankCheck, default=True):
         return numbers
 
     def _read_norms(self) -> Numbers:
-        """Return the rows per batch, the labels of the epoch by bucket, statistics of some channels, and what the advice needs."""
+        """Return the rows per batch, the labels of the epoch by bucket, statistics of some channels, and numbers for the advice."""
         read = self._batches
         means, variances = norm_statistics(plain_norms(self.runner.module))
         rates = [group["lr"] for optimizer in self.runner.trainer.optimizers for group in optimizer.param_groups]
@@ -397,7 +399,7 @@ class BufferSyncCheck(RankCheck, default=True):
         if finding.name == OWN_BUFFERS:
             columns = differing_columns(texts).items()
             return [of_own_buffer(name, column, _differing_shapes(column)) for name, column in columns]
-        # the states of one metric have one cause, which the first of them shows
+        # states of one metric differ for one reason, which is explained for the first state
         return [compare_states(finding, [StateKind(*kinds[0]) for kinds in texts])]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
@@ -406,7 +408,7 @@ class BufferSyncCheck(RankCheck, default=True):
 
 
 def _send(slots: Sequence[BufferSlot]) -> tuple[dict[str, Tensor], dict[str, SentBuffer]]:
-    """Start to read buffers. Return their values and what was sent, by path."""
+    """Start to read buffers. Return their values and fingerprints by path."""
     values: dict[str, Tensor] = {}
     sent: dict[str, SentBuffer] = {}
     for slot in slots:
@@ -436,7 +438,7 @@ def _name_buffers(fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> li
     """Name each buffer that differs, with the fault of its kind."""
     found = []
     for name, values in differing_columns(fingerprints_by_rank).items():
-        # by rank: rows in their order, rows in any order, whether it is a queue
+        # for each rank: hash of rows in order, hash of rows in any order, whether the buffer is a queue
         column = [tuple((value or (0, 0, False))[:3]) for value in values]
         is_queue = any(is_queue for _, _, is_queue in column)
         fault = "F49"

@@ -1,7 +1,7 @@
-"""The methods of a check: those that a check writes, its observations of a fit, and those that its runner calls.
+"""The methods of a check: methods that a subclass implements, observers of a fit, and methods for the runner.
 
-The base class of all checks is `base.RankCheck`, which makes a callback of it. Checks of this package list their facts (``facts``).
-Checks of users may measure and judge rows instead (``facts.user_rows``).
+The base class of all checks is `base.RankCheck`, which is also a callback. Checks of this package list their facts (``facts``). Checks of
+users may measure and judge rows instead (``facts.user_rows``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Check:
     """Defines the methods of a check.
 
     Attributes:
-        facts: Numbers that it compares, each with its stage and its rule. A check of a user may have ``measure`` and ``judge`` instead.
-        stages: Places where it measures and judges.
-        faults: Ids of the faults that it covers.
-        needs_peers: True if it is left out in a world of one.
-        shares: Pairs of an attribute and of what makes the object in it, which all checks share (``CheckRunner.shared``).
+        facts: Numbers that the check compares, each with its stage and rule. A check of a user may have ``measure`` and ``judge`` instead.
+        stages: Stages at which the check measures and judges.
+        faults: Ids of the faults that the check covers.
+        needs_peers: True if the check does not run in a world of one.
+        shares: Pairs of an attribute and the function that creates its object, which all checks share (``CheckRunner.shared``).
     """
 
     facts: ClassVar[tuple[Fact, ...]] = ()
@@ -35,74 +35,74 @@ class Check:
     needs_peers: ClassVar[bool] = True
     shares: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]] = ()
     every_n_steps: int
-    action: Any  # by severity
-    _found: list[Finding]  # of this rank alone, since ``measure`` began
+    action: Any  # actions by severity
+    _found: list[Finding]  # findings that this rank has added since ``measure`` was called
 
     # ------------------------------------------------------------------ written by a check
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
 
-        A function that returns such a row is called when the row travels: after a step that is one step later, when numbers that come off
-        a device (``host_copy.HostNumbers``) have long arrived.
+        It may also return a function that returns such a row. The function is called when the row is sent. After a step that is one step
+        later, when copies of numbers from a device (``host_copy.HostNumbers``) have been completed.
         """
         raise NotImplementedError
 
     def judge(self, table: Any, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Return the findings in the rows of all ranks: a tensor (W, n), or a list of lists if ``measure`` returns lists.
 
-        Decide from the table alone. It is the same on every rank.
+        The result must depend only on the table, which is equal on all ranks.
         """
         return []
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return this rank's text about a new finding, or another value that JSON has, for ``explain``. None for nothing."""
+        """Return this rank's text about a new finding, or another JSON value, to be passed to ``explain``. None if there is no text."""
         return None
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
-        """Return the finding with details from the texts of all ranks, or other findings for its check and place."""
+        """Return the finding with details from the texts of all ranks, or other findings of the same check and stage."""
         return [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
-        """Return this rank's tensor for a new finding. Its largest difference between ranks is added to the finding."""
+        """Return this rank's tensor for a new finding, to which its largest difference between ranks is added."""
         return None
 
     def add(self, fault: str, case: str = "check", *, name: str, **fields: Any) -> None:
-        """Add a finding that this rank makes by itself in ``measure``, as ``Finding.of`` makes it. All ranks report it."""
+        """Add a finding of this rank during ``measure``, with the arguments of ``Finding.of``. All ranks report it."""
         self._found.append(Finding.of(fault, case, name=name, **fields))
 
     # ------------------------------------------------------------------ observations of a check, without communication
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Forget an earlier fit: training starts."""
+        """Prepare for a fit. Called when training starts."""
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at a training batch, on the device."""
+        """Read a training batch on the device."""
 
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
-        """Try out the first batch before its step, on all ranks together.
+        """Run the module on the first batch before its step. Collective.
 
-        Only here may a check communicate by itself. It must make the same findings on every rank.
+        This is the only method in which a check may communicate. It must return the same findings on every rank.
         """
         return []
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Look at the loss before each backward, those of accumulation steps too."""
+        """Read the loss before each backward, including accumulation steps."""
 
     def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at gradients right after each backward, those of accumulation steps too, before the module's own hook."""
+        """Read gradients immediately after each backward, including accumulation steps, before the module's own hook."""
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at reduced and unscaled gradients, before the module's own hook and before clipping."""
+        """Read reduced and unscaled gradients, before the module's own hook and before clipping."""
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the module right after a step: gradients are those that the optimizer used."""
+        """Read the module immediately after a step, with the gradients that the optimizer used."""
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at the module after a batch of training or validation (``trainer.validating``), before the module's own hook."""
+        """Read the module after a batch of training or validation (``trainer.validating``), before the module's own hook."""
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remove hooks and drop references: the fit is over, maybe after an error. It may be called twice."""
+        """Remove hooks and drop references at the end of a fit, possibly after an error. It may be called twice."""
 
     def figures(self) -> dict[str, float]:
         """Return figures for the logger and the summary, by name."""
@@ -116,16 +116,16 @@ class Check:
 
     @property
     def title(self) -> str:
-        """The name of its class, for messages."""
+        """The name of the class, used in messages."""
         return type(self).__name__
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it is a check of this package: such a check is switched off when it fails, but a user's check raises."""
+        """Whether the check belongs to this package. Such a check is switched off when it fails, whereas a user's check raises."""
         return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def join(self, runner: Any) -> None:
-        """Join a run with a fresh state, or leave it."""
+        """Join a run with a new state, or leave the run if ``runner`` is None."""
         for name in ("runner", *dict(self.shares)):
             vars(self).pop(name, None)
         if runner is None:
@@ -143,7 +143,7 @@ class Check:
         return getattr(type(self), method) is not getattr(Check, method)
 
     def options(self) -> dict[str, object]:
-        """Return the options that must be equal on all ranks: its plain attributes."""
+        """Return the options that must be equal on all ranks, which are the plain public attributes."""
         plain = (bool, int, float, str, tuple, list, dict, type(None))
         own = vars(self).items()
         return {name: value for name, value in own if not name.startswith("_") and isinstance(value, plain)}

@@ -1,4 +1,4 @@
-"""`CheckpointCheck`: a checkpoint holds all trained parameters, restores all it holds, and fits the number of ranks."""
+"""`CheckpointCheck`: a checkpoint contains all trained parameters, is restored completely, and matches the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ KEY = "ddp_checks"
 
 
 class CheckpointCheck(RankCheck, default=True):
-    """Checkpoints hold every trained parameter under its name in the module, and the number of ranks that wrote them.
+    """Checks that checkpoints contain every trained parameter under its name in the module, and match the number of ranks.
 
     Covers F65, F75 and F76.
 
     Args:
-        **options: As ``RankCheck``.
+        **options: Same as in ``RankCheck``.
 
     Communication: 8 bytes before backward, and when a checkpoint is saved or loaded.
 
@@ -62,7 +62,7 @@ class CheckpointCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ at saving
 
     def _find_missing(self, trainer: Trainer, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Find trained parameters that the checkpoint leaves out. A different key for the same memory is fine."""
+        """Find trained parameters that are missing in the checkpoint. A different key for the same memory is accepted."""
         stored = {_memory_of(value) for value in state.values() if isinstance(value, Tensor)}
         names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
         for place, parameter in optimizer_parameters(trainer):
@@ -72,7 +72,7 @@ class CheckpointCheck(RankCheck, default=True):
                 self.add("F75", "left_out", name=name or place)
 
     def _find_prefixes(self, module: nn.Module) -> None:
-        """Find wrapped modules: a plain module cannot load their keys."""
+        """Find wrapped modules, whose keys a plain module cannot load."""
         for name, inner in module.named_modules():
             if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
                 self.add("F75", "wrapped", name=name)
@@ -83,7 +83,7 @@ class CheckpointCheck(RankCheck, default=True):
         """Find a key for a parameter that has a different name in the module."""
         own = dict(module.named_parameters())
         for key in state:
-            # the key as a plain module would write it
+            # the key without the prefixes of wrappers
             plain = key.removeprefix("module.").replace(".module.", ".")
             if key not in own and plain in own and plain not in state:
                 self.add("F75", "not_loaded", name=plain, key=key)
@@ -97,10 +97,10 @@ class CheckpointCheck(RankCheck, default=True):
             if "CrossBatchMemory" in names and hasattr(memory, "queue_idx") and _has_lost_position(memory):
                 self.add("F65", name=name or type(memory).__name__)
 
-    # ------------------------------------------------------------------ facts: all findings are those of a rank
+    # ------------------------------------------------------------------ facts: all findings are made on single ranks
 
     def _read_saved(self) -> Numbers:
-        """Describe this fit in the checkpoint, and look for parameters that it leaves out."""
+        """Add the description of this fit to the checkpoint, and look for parameters that are missing in it."""
         trainer, module = self.runner.trainer, self.runner.module
         checkpoint = self.runner.checkpoint or {}
         checkpoint[KEY] = self._description(trainer)
@@ -117,7 +117,7 @@ class CheckpointCheck(RankCheck, default=True):
         return {}
 
     def _read_batch(self) -> Numbers:
-        """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
+        """Compare, once, the rows per optimizer step with the rows in the fit that wrote the checkpoint."""
         made_by, self._made_by = self._made_by, None
         if made_by is None:
             return {}
@@ -137,14 +137,14 @@ class CheckpointCheck(RankCheck, default=True):
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return a key that is equal for tensors of the same memory. A lazy or sparse tensor has none to compare."""
+    """Return a key that is equal for tensors with the same memory. For a lazy or sparse tensor, the key is its identity."""
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return id(tensor), 0
     return tensor.data_ptr(), tensor.numel()
 
 
 def _has_lost_position(memory: Any) -> bool:
-    """Return whether a memory holds rows and reports that it is empty."""
-    # the state_dict restores the rows but not the position, which is no buffer (PML 2.9)
+    """Return whether a memory contains rows but reports that it is empty."""
+    # the state_dict restores the rows but not the position, which is not a buffer (PML 2.9)
     is_filled = bool(getattr(memory, "embedding_memory", torch.zeros(0)).any())
     return is_filled and int(memory.queue_idx) == 0 and not memory.has_been_filled

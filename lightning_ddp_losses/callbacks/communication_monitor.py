@@ -1,7 +1,8 @@
 """`CommunicationMonitor`: the collectives of a step, their bytes, and their share of the step's time.
 
-Every n-th step a dispatch mode records all collectives, including those of DDP and the user. The other steps cost nothing. A dispatch mode
-does not record the collectives that DDP runs on separate autograd threads (accelerators). In that case DDP's log has its buckets.
+In every n-th step, a dispatch mode records all collectives, including the collectives of DDP and the user. Other steps have no overhead. A
+dispatch mode does not record collectives that DDP runs on separate autograd threads (on accelerators). In that case, the buckets are read
+from DDP's log.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
 from lightning_ddp_losses.core import compat, inputs
 
-_FIRST_STEP = 2  # before it DDP still sorts its buckets
+_FIRST_STEP = 2  # DDP rebuilds its buckets in earlier steps
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CommunicationMonitor(RankCheck, default=True):
-    """Calls, bytes and time of collectives per step, by kind. The largest by name.
+    """Measures calls, bytes and time of collectives per step, by kind, and finds the largest collective.
 
-    The table at the end of the fit has the figures. With ``DDPChecks(log_figures=True)`` the loggers get them too
-    (``ddp_checks/comm/...``).
-    The time of a collective is that from its start to its end, including the wait for slower ranks. Overlapping collectives count once.
+    The figures are shown in the table at the end of the fit. With ``DDPChecks(log_figures=True)`` they are also sent to the loggers
+    (``ddp_checks/comm/...``). The time of a collective is measured from its start to its end, including the wait for slower ranks.
+    Overlapping collectives count once.
 
     Args:
-        every_n_steps: Period of the recorded steps. The first steps are left out: DDP still sorts its buckets.
+        every_n_steps: Period of the recorded steps. The first steps are skipped, because DDP rebuilds its buckets in them.
         action: Same as in ``RankCheck``.
 
     Communication: none.
@@ -49,11 +50,11 @@ class CommunicationMonitor(RankCheck, default=True):
         self._busy_seconds: list[float] = []
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make the snapshot of DDP's state."""
+        """Create the shared snapshot of DDP's state."""
         self._snapshot = self.runner.shared(DDPSnapshot)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start to record, with the first batch of a step that is due."""
+        """Start recording at the first batch of a step that is due."""
         steps = self.runner.steps - _FIRST_STEP
         is_due = steps >= 0 and steps % self.every_n_steps == 0
         if is_due and self._watch is None:
@@ -61,7 +62,7 @@ class CommunicationMonitor(RankCheck, default=True):
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        """Stop recording after the step, and log it."""
+        """Stop recording after the step, and log its figures."""
         if self._watch is None:
             return
         watch = self._watch
@@ -70,7 +71,7 @@ class CommunicationMonitor(RankCheck, default=True):
             raise watch.error
         ended = time.perf_counter()
         calls = watch.calls
-        # no dispatch mode records collectives on autograd's threads: DDP's log has them
+        # a dispatch mode does not record collectives on autograd's threads. They are read from DDP's log
         ddp = self._snapshot.ddp
         if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
             calls += _ddp_calls(compat.ddp_logging_data(ddp), watch.began)
@@ -109,7 +110,7 @@ class CommunicationMonitor(RankCheck, default=True):
 
 
 def _figures(calls: Iterable[CollectiveCall], steps: int) -> dict[str, float]:
-    """Return calls and bytes per step, in all and by kind, and milliseconds by kind."""
+    """Return calls and bytes per step, in total and by kind, and milliseconds by kind."""
     found = {"comm/calls": 0.0, "comm/bytes": 0.0}
     for call in calls:
         seconds = 0.0 if call.ended is None else call.ended - call.began
@@ -117,7 +118,7 @@ def _figures(calls: Iterable[CollectiveCall], steps: int) -> dict[str, float]:
         for name, number in numbers.items():
             for place in ("comm", f"comm/{call.kind}"):
                 found[f"{place}/{name}"] = found.get(f"{place}/{name}", 0.0) + number / steps
-    found.pop("comm/ms", None)  # collectives overlap
+    found.pop("comm/ms", None)  # the total would count overlapping collectives more than once
     return found
 
 
@@ -127,25 +128,25 @@ class CollectiveCall:
     Attributes:
         kind: Name of the operator.
         num_bytes: Bytes of its tensors on this rank.
-        began: Time of its start.
-        ended: Time of its end. None until then.
+        began: Start time.
+        ended: End time, or None while the collective is running.
     """
 
     def __init__(self, kind: str, num_bytes: int, began: float, ended: float | None = None) -> None:
         self.kind, self.num_bytes, self.began, self.ended = kind, num_bytes, began, ended
 
     def end(self, _: Any) -> None:
-        """Record the end. Called on any thread."""
+        """Record the end. This may be called on any thread."""
         self.ended = time.perf_counter()
 
 
 class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the collectives that pass torch's dispatcher in this thread.
+    """Records the collectives that torch's dispatcher runs in this thread.
 
     Attributes:
-        began: Time of its creation.
-        error: Error of the recording. The collective itself ran.
-        calls: Collectives so far.
+        began: Time at which the watch was created.
+        error: Error while recording. The collective itself was run.
+        calls: Collectives recorded so far.
     """
 
     def __init__(self) -> None:
@@ -157,12 +158,12 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator. Record it if it is a collective."""
         if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
-            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
+            return args[0]  # torch passes a number that autograd has saved to a mode as a Python number (torch 2.13)
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         try:
             call = self._note(func, args)
-        except Exception as error:  # in the middle of the user's collective: run it, and let the check fail later
+        except Exception as error:  # run the user's collective, and raise the error later in the check
             self.error = error
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -184,9 +185,9 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in a collective. For a sparse one, those of its indices and values."""
+    """Return the bytes of a tensor in a collective. For a sparse tensor, these are the bytes of its indices and values."""
     if tensor.layout == torch.sparse_coo:
-        # coalesced or not: all entries travel
+        # all entries are sent, whether the tensor is coalesced or not
         indices, values = compat.sparse_entries(tensor)
         return indices.nbytes + values.nbytes
     if tensor.layout != torch.strided:
@@ -195,7 +196,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _ddp_calls(log: Mapping[str, Any], began: float) -> list[CollectiveCall]:
-    """Return DDP's buckets, from its log."""
+    """Return DDP's buckets as collectives, read from its log."""
     sizes = str(log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "")
     seconds = float(log.get("avg_backward_comm_time") or 0) / 1e9
     found = [CollectiveCall("allreduce", int(size), began, began) for size in sizes.replace(",", " ").split()]
@@ -205,7 +206,7 @@ def _ddp_calls(log: Mapping[str, Any], began: float) -> list[CollectiveCall]:
 
 
 def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the time that at least one interval covers."""
+    """Return the total time covered by at least one interval."""
     covered, reached = 0.0, 0.0
     for began, ended in sorted(intervals):
         covered += max(0.0, ended - max(began, reached))

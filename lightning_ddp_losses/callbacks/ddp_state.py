@@ -1,9 +1,9 @@
-"""The state of DDP when training started, and the reasons for differences between ranks since.
+"""The state of DDP when training started, and the reasons for subsequent differences between ranks.
 
-DDP lists parameters once and registers its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later has no
-hook, and a forward that bypasses the wrapper arms none. `DDPSnapshot` remembers the parameters that DDP saw. When ranks differ, each sends
-its `StepState` (gradients, parameters that DDP does not reduce, optimizer settings, scaler). From those of all ranks, `explain_gradient`
-and `explain_desync` find the reason. For a step, that happens one step later.
+DDP lists parameters once and registers its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later does not
+have a hook, and a forward that bypasses the wrapper does not activate the hooks. `DDPSnapshot` stores the parameters that DDP listed. When
+ranks differ, each rank sends its `StepState` (gradients, parameters that DDP does not reduce, optimizer settings, scaler). From the states
+of all ranks, `explain_gradient` and `explain_desync` find the reason. After a step, this happens one step later.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, start_fingerprint
 
 AFTER_BACKWARD, BEFORE_STEP, OF_STEP = "after backward", "before the step", "of the step"
-"""Places where gradients are fingerprinted: after DDP's reduction; before hooks and clipping, when every strategy has reduced them; and as
-the optimizer used them."""
+"""Points at which gradients are fingerprinted: after DDP's reduction; before hooks and clipping, when every strategy has reduced them; and
+after the step, with the values that the optimizer used."""
 
-_MAX_OTHERS = 4  # parameters named in addition to the one that differs
+_MAX_OTHERS = 4  # largest number of parameters named in addition to the parameter that differs
 
 
 StartedGradients: TypeAlias = "dict[str, list[StartedFingerprint]]"
@@ -47,11 +47,11 @@ def start_gradients(slices: Sequence[TensorSlice], parameters: Mapping[str, Tens
 
 
 class DDPSnapshot:
-    """Remembers the parameters as DDP saw them at the start of training (``runner.shared(DDPSnapshot)``).
+    """Stores the parameters that DDP listed at the start of training (``runner.shared(DDPSnapshot)``).
 
     Attributes:
-        forwards: Forward passes through it since the last batch ended.
-        gradients: Gradients of the current step by place, as far as a check has read them.
+        forwards: Number of forward passes through DDP since the last batch ended.
+        gradients: Fingerprints of the current step's gradients by place, if a check has read them.
     """
 
     def __init__(self, runner: CheckRunner) -> None:
@@ -60,7 +60,7 @@ class DDPSnapshot:
         self._counted: weakref.ref[DistributedDataParallel] | None = None  # an earlier DDP is freed
         self.batch_end()
         ignored: Any = () if self.ddp is None else self.ddp.parameters_to_ignore
-        # every parameter, and those among them that DDP has hooks on
+        # all parameters, and the parameters on which DDP has hooks
         self._known: dict[str, WrappedParameter] = {}
         self._hooked: dict[str, Tensor] = {}
         for name, parameter in runner.module.named_parameters():
@@ -71,7 +71,7 @@ class DDPSnapshot:
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
-        """DDP of the model. None without one."""
+        """The DDP wrapper of the model, or None."""
         model = self._runner.trainer.strategy.model
         return model if isinstance(model, DistributedDataParallel) else None
 
@@ -79,7 +79,7 @@ class DDPSnapshot:
         self.forwards += 1
 
     def batch_end(self) -> None:
-        """Reset the counters of a step. `DDPLossStrategy` wraps the model again when parameters were frozen."""
+        """Reset the counters of a step, also if `DDPLossStrategy` has wrapped the model again because parameters were frozen."""
         ddp = self.ddp
         counted = None if self._counted is None else self._counted()
         if ddp is not counted:
@@ -97,29 +97,29 @@ class DDPSnapshot:
             self._handle.remove()
 
     def expected_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that DDP needs a gradient of in every backward. None if a backward may end without some of them."""
+        """Return the parameters whose gradients DDP requires in every backward. Empty if a backward may end without some of them."""
         if self.ddp is None or self.ddp.find_unused_parameters or self.ddp.static_graph:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
     def reduced(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those of the parameters whose gradients DDP reduces. A different reducer handles others, later."""
+        """Return the parameters whose gradients DDP reduces. Another reducer reduces the remaining gradients later."""
         if self.ddp is None:
             return {}
         return {name: parameter for name, parameter in parameters.items() if name in self._hooked}
 
     def see_gradients(self, place: str, started: StartedGradients) -> None:
-        """Remember gradients at a place. Of several optimizers or backwards in one batch each adds its own."""
+        """Store gradients read at a place. Several optimizers or backwards in one batch each add their gradients."""
         self.gradients.setdefault(place, {}).update(started)
 
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
-        """Return the fault that keeps DDP from reducing this parameter's gradient, as far as this rank knows. Empty without one.
+        """Return the fault that prevents DDP from reducing this parameter's gradient, judged on this rank. Empty if there is none.
 
         Args:
             name: Name of the parameter.
             parameter: Parameter at the step.
-            backwards: Backward passes through Lightning in this step.
-            forwards: Forward passes through DDP in this step.
+            backwards: Number of backward passes through Lightning in this step.
+            forwards: Number of forward passes through DDP in this step.
         """
         return fault_of_unreduced(
             is_registered=not name.startswith("optimizer "),
@@ -134,10 +134,10 @@ class DDPSnapshot:
 
 
 class OptimizerSettings:
-    """The plain settings of every parameter group. Tensors (a capturable learning rate) are on their way to the host."""
+    """The plain settings of every parameter group. Tensors (a capturable learning rate) are copied to the host asynchronously."""
 
     def __init__(self, runner: CheckRunner) -> None:
-        self._names: list[list[str]] = []  # of each group
+        self._names: list[list[str]] = []  # names of the settings in each group
         values: list[Any] = []
         for optimizer in runner.trainer.optimizers:
             for group in optimizer.param_groups:
@@ -147,7 +147,7 @@ class OptimizerSettings:
         self._values = HostNumbers([value.reshape(()) if isinstance(value, Tensor) else value for value in values])
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the settings of each group. Waits for those that have not arrived yet."""
+        """Return the settings of each group. Waits for copies that have not been completed."""
         values = iter(self._values.read())
         return [dict(zip(names, values, strict=False)) for names in self._names]
 
@@ -159,22 +159,22 @@ def _is_setting(value: object) -> bool:
 
 
 def send_gradient_scale(trainer: Trainer) -> HostNumbers:
-    """Start to copy the factor of the gradient scaler to the host: one number. None without a scaler."""
+    """Start to copy the factor of the gradient scaler to the host: one number, or an empty result without a scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         return HostNumbers([])
-    # ``get_scale`` waits. The scaled number 1 is the scale, on the device
+    # ``get_scale`` would wait for the device. Scaling the number 1 gives the scale on the device
     return HostNumbers([scaler.scale(torch.ones((), device=trainer.strategy.root_device))])
 
 
 class StepState:
-    """Knowledge of this rank about a step that may explain a difference.
+    """Data of this rank about a step that may explain a difference.
 
     Args:
         runner: Runner of the fit, at the end of the step.
         snapshot: State of DDP that all checks share.
         parameters: Parameters that must be equal on all ranks.
-        compared: Slices with gradients to remember now, because later steps replace them.
+        compared: Slices whose gradients are fingerprinted now, because later steps overwrite them.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class StepState:
         self._gradients = snapshot.gradients | {OF_STEP: known | start_gradients(others, parameters)}
 
     def describe(self) -> dict[str, Any]:
-        """Return the state as it travels as JSON, with the present settings and scale."""
+        """Return the state as a JSON value, with the current settings and scale."""
         gradients, seen = self._gradients.items(), {"backwards": self._backwards, "forwards": self._forwards}
         faults = {name: self._snapshot.unreduced_fault(name, p, **seen) for name, p in self._parameters.items()}
         return {
@@ -213,14 +213,14 @@ class StepState:
 def _caused_by(
     found: Finding, fault: str, case: str = "desync", *, values: tuple[str, ...] = (), others: str = ""
 ) -> Finding:
-    """Return the finding of a difference with the fault behind it.
+    """Return the finding of a difference, with the fault that caused it.
 
     Args:
         found: Finding of a difference.
         fault: Id of the fault.
-        case: Name of its case in the table of faults.
-        values: Values of the ranks that show it.
-        others: Parameters that cause it, for the text.
+        case: Name of the fault's case in the table of faults.
+        values: Values of the ranks that are evidence of the fault.
+        others: Parameters that caused the difference, for the text.
     """
     return replace(found, fault=fault, values=values, fix=FAULTS[fault].explain(case, others=others).fix)
 
@@ -230,15 +230,15 @@ def explain_gradient(found: Finding, states: Sequence[Mapping[str, Any]], differ
     unreduced: dict[str, str] = {}
     for state in states:
         unreduced |= state["unreduced"]
-    # DDP does not reduce it
+    # DDP does not reduce this gradient
     if found.name in unreduced:
         return _caused_by(found, unreduced[found.name])
-    # DDP does not reduce another one, and clipping spreads the difference
+    # DDP does not reduce another gradient, and clipping spreads the difference
     others = [other for other in differing if other in unreduced]
     if others and any(state["clips"] for state in states):
         shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
         return _caused_by(found, "F13", "spread", others=shown)
-    # it was changed after the reduction, or not reduced
+    # the gradient was changed after the reduction, or not reduced
     gradients = [state["gradients"] for state in states]
     before_step = agree_at(gradients, BEFORE_STEP, found.name)
     if before_step:
@@ -271,14 +271,14 @@ def explain_desync(found: Finding, states: Sequence[Mapping[str, Any]]) -> Findi
 
 
 def differing_gradients(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the gradients that the optimizer used and that differ, with those of all ranks."""
+    """Return the gradients used by the optimizer that differ between ranks, with the fingerprints of all ranks."""
     return differing_columns([state["gradients"][OF_STEP] for state in states])
 
 
 def differing_settings(by_rank: Sequence[list[dict[str, Any]]]) -> tuple[int, list[str], tuple[str, ...]] | None:
-    """Return the first parameter group with settings that differ between ranks, their names, and each rank's values as text.
+    """Return the first parameter group whose settings differ between ranks, the names of these settings, and each rank's values as text.
 
-    None if all groups are equal.
+    Returns None if all groups are equal.
     """
     for number, groups in enumerate(zip(*by_rank, strict=False)):
         keys = list(differing_columns(groups))

@@ -27,9 +27,10 @@ class UseOfRank(NamedTuple):
     """Work of a rank in a fit.
 
     Attributes:
-        batches: Training batches.
+        batches: Number of training batches.
         seconds: Seconds since training started.
-        peak_bytes: Largest memory on the device. On the CPU the largest anonymous memory of the process before a backward (Linux, else 0).
+        peak_bytes: Peak memory on the device. On the CPU, the largest anonymous memory of the process before a backward (Linux, otherwise
+            0).
     """
 
     batches: float
@@ -43,12 +44,12 @@ def visible_devices() -> int:
 
 
 class DeviceCheck(RankCheck, default=True):
-    """Each rank has a separate device and uses it.
+    """Checks that each rank has a separate device and uses it.
 
     Covers F50 and F73. Reports batches, seconds and peak memory of every rank as figures.
 
     Args:
-        **options: As ``RankCheck``.
+        **options: Same as in ``RankCheck``.
 
     Communication: a few numbers at the start and the end of training.
 
@@ -72,17 +73,17 @@ class DeviceCheck(RankCheck, default=True):
         self._batches += 1
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Read the memory at its peak: after forward, with everything that backward needs."""
+        """Read the memory at its peak, after forward, when all tensors saved for backward are allocated."""
         if trainer.strategy.root_device.type == "cpu":
             self._host_peak_bytes = max(self._host_peak_bytes, anonymous_bytes())
 
     # ------------------------------------------------------------------ facts
 
     def _read_start(self) -> Numbers:
-        """Return a hash of the device's identity, 0 for one that ranks may share."""
+        """Return a hash of the device's identity, or 0 for a device that ranks may share."""
         trainer, module = self.runner.trainer, self.runner.module
         device = trainer.strategy.root_device
-        # registered modules, and those in attributes, lists and dicts
+        # registered modules, and unregistered modules in attributes, lists and dicts
         modules = dict(module.named_modules()) | dict(unregistered_modules(module, {}))
         del modules[""]
         self._find_elsewhere(modules, device)
@@ -126,7 +127,7 @@ class DeviceCheck(RankCheck, default=True):
                 self.add("F50", "compute_on_cpu", name=name)
 
     def _find_idle_devices(self, trainer: Trainer, device: torch.device) -> None:
-        """Find accelerators that no rank uses, unless the ranks are on the CPU: Lightning reports that itself."""
+        """Find accelerators that are not used by any rank. If the ranks are on the CPU, Lightning reports this."""
         visible = visible_devices()
         in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
         if visible > in_use and device.type != "cpu":
@@ -136,13 +137,13 @@ class DeviceCheck(RankCheck, default=True):
         """Return batches, seconds and peak memory of every rank."""
         found: dict[str, float] = {}
         for rank, use in enumerate(self._use_by_rank):
-            # without the memory if it is not known
+            # omit the memory if it is not known
             known = {name: value for name, value in use._asdict().items() if value or name != "peak_bytes"}
             found |= {f"rank_{rank}_{name}": value for name, value in known.items()}
         return found
 
     def remarks(self) -> list[str]:
-        """Return the same as text, for each rank if they are few, else as a range over all."""
+        """Return the same figures as text, for each rank, or as ranges over all ranks if there are many."""
         if not self._use_by_rank:
             return []
         if len(self._use_by_rank) > MOST_RANKS_ONE_BY_ONE:
@@ -159,11 +160,11 @@ class DeviceCheck(RankCheck, default=True):
 
 
 def _span(values: Sequence[float], form: str) -> str:
-    """Return the smallest and the largest value as text, or one if both read the same."""
+    """Return the smallest and the largest value as text, or a single value if both have the same text."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
 
 
 def _is_same(used: torch.device, device: torch.device) -> bool:
-    """Return whether two devices are one. A device without an index is any of its type."""
+    """Return whether two devices are equal. A device without an index equals any device of its type."""
     return used.type == device.type and (used.index == device.index or None in (used.index, device.index))

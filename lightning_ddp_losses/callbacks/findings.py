@@ -1,13 +1,13 @@
-"""Findings of checks: the places of a run where they are made, one record for each, their exchange between ranks, and their causes.
+"""Findings of checks: the stages of a run where they are made, one record for each, their exchange between ranks, and their causes.
 
-A `Finding` is a plain record, equal on every rank. It names the `CheckStage` and the step of its row. Findings that one rank makes by
-itself travel as one number, a hash of their texts. If the hashes agree, every rank has the same texts already. Otherwise the ranks
+A `Finding` is a plain record, equal on every rank. It names the `CheckStage` and the step of its row. Findings that one rank makes without
+its peers are sent as one number, a hash of their texts. If the hashes agree, every rank already has the same texts. Otherwise the ranks
 exchange the texts.
 
-`group_by_cause` keeps the number of warnings small, because one fault shows in many places. A parameter that DDP does not reduce has
-different gradients first, then different values, and through clipping it changes every other parameter. The table of faults lists the
-faults that follow from another one. Among findings of one fault, the one nearest to the cause comes first. Every rank has the same findings
-in the same order, so every rank forms the same groups.
+`group_by_cause` keeps the number of warnings small, because one fault has many symptoms. A parameter that DDP does not reduce first has
+different gradients, then different values, and through clipping it changes every other parameter. The table of faults lists the faults
+that follow from another one. Findings of one fault are sorted by their distance from the cause. Every rank has the same findings in the
+same order, so every rank forms the same groups.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from lightning_ddp_losses.errors import expect, explained_by, format_error, list
 
 T = TypeVar("T")
 FAILED = "CHECK"
-"""The fault of a check that failed by itself."""
+"""The fault that reports an error in the check itself."""
 
-MOST_NAMES = 6  # parameters or groups that one finding names
+MOST_NAMES = 6  # largest number of parameters or groups named in one finding
 _TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
 _SEVERITIES = ("error", "warning", "note")
-_RESULTS = "ParameterSyncCheck"  # its findings result from gradients and optimizers
-_MOST_FOLLOWERS = 8  # findings that a warning lists after its own
+_RESULTS = "ParameterSyncCheck"  # check whose findings result from gradients and optimizers
+_MOST_FOLLOWERS = 8  # largest number of further findings listed in a warning
 
 
 class CheckStage(StrEnum):
-    """Names the places of a run where checks measure and judge. Messages contain the value. ``trainer.test`` has those of validation.
+    """Names the stages of a run at which checks measure and judge.
+
+    Messages contain the value of a stage. ``trainer.test`` uses the stages of validation.
 
     Example:
         >>> CheckStage.AFTER_STEP.value
@@ -56,7 +58,7 @@ class CheckStage(StrEnum):
 
 
 def name_of_stage(stage: CheckStage, *, is_test: bool) -> str:
-    """Return a stage as messages name it. In ``trainer.test`` the stages of a validation are those of the test."""
+    """Return the name of a stage in messages. In ``trainer.test``, "validation" is replaced by "test"."""
     return stage.value.replace("validation", "test") if is_test else stage.value
 
 
@@ -64,7 +66,7 @@ _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.
 
 
 def place_of(moment: str, step: int) -> str:
-    """Return the place of something in a run, with its step or the number of steps before it. There is no number before the first step.
+    """Return the text for a place in a run, with its step or the number of steps before it. The number is omitted before the first step.
 
     Args:
         moment: Value of a stage, or another place of the runner.
@@ -82,20 +84,20 @@ class Finding:
     """Records one finding of one check.
 
     Attributes:
-        fault: Id of the fault in ``faults.FAULTS``. ``ddp-losses explain`` shows its row. Empty for a fault that the table does not have:
-            then ``fix`` is required, and it is an error unless ``graded`` says otherwise.
-        what: Fault as the user knows it.
+        fault: Id of the fault in ``faults.FAULTS``. ``ddp-losses explain`` shows its row. Empty for a fault that is not in the table. In
+            that case ``fix`` is required, and the severity is ``error`` unless ``graded`` is set.
+        what: Fault in the user's terms.
         expected: Healthy state.
-        ranks: Affected ranks. Empty for all of them.
+        ranks: Affected ranks. Empty if all ranks are affected.
         name: Parameter, buffer, loss or option.
         values: One entry per rank, if ranks differ.
-        fix: Advice, as a sentence. Empty for that of the table.
+        fix: Advice, as a sentence. If empty, the advice of the table is used.
         check: Class of the check. The runner fills in this field and the next two.
-        step: Optimizer steps before this one.
+        step: Number of optimizer steps before this one.
         moment: Place in the run, the value of a ``CheckStage`` (also a column of ``ddp_checks.jsonl``).
-        max_difference: Largest difference between ranks of the tensor's elements, if the check named a tensor.
+        max_difference: Largest difference of the tensor's elements between ranks, if the check named a tensor.
         follows: Fault that this finding follows from. Empty for an independent finding.
-        graded: Severity, if it is not that of the fault.
+        graded: Severity, if it differs from the severity of the fault.
 
     Example:
         >>> finding = Finding("F36", "epoch", "equal on all ranks", (1,), values=(3, 4))
@@ -143,7 +145,7 @@ class Finding:
             ranks: Affected ranks.
             name: Parameter, buffer, loss or option. Also a field of the texts.
             values: One entry per rank.
-            graded: Severity, if it is not that of the fault.
+            graded: Severity, if it differs from the severity of the fault.
             **fields: Other fields of the texts.
         """
         texts = FAULTS[fault].explain(case, name=name, **fields)
@@ -151,21 +153,21 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """Return the severity: that of the fault, unless the finding has a separate one."""
+        """Return the severity of the finding if it is set, otherwise the severity of the fault."""
         if self.graded or not self.fault:
             return self.graded or "error"
         return FAULTS[self.fault].severity
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identify the fault: findings of the same key are one fault seen again."""
+        """Identify the fault: findings with the same key are repeated observations of one fault."""
         return self.check, self.fault, self.name
 
     def text(self, further: str = "") -> str:
         """Format the finding for an error or a warning: fault, healthy state, one line per rank, advice, the command that explains it.
 
         Args:
-            further: Line before that command. Empty for none.
+            further: Additional line before that command. No line is added if it is empty.
         """
         where = ", ".join(part for part in (self.check, self.fault, place_of(self.moment, self.step)) if part)
         what = f"{where}: {self.what}"
@@ -187,14 +189,14 @@ class Finding:
 
 
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority. On a tie, from the first such value.
+    """Return the ranks that differ from the most frequent value. On a tie, the first of the most frequent values is used.
 
     Example:
         >>> odd_ranks([0.1, 0.1, 0.2])
         (2,)
     """
     values = list(column)
-    # the most frequent value. Of several, the one that comes first
+    # the most frequent value, and the first one if there are several
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
@@ -202,14 +204,14 @@ def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
 def differing(
     column: Sequence[Any], fault: str, case: str = "check", *, name: str, values: Sequence[Any] = ()
 ) -> list[Finding]:
-    """Return a finding with the ranks that differ from the majority. None if all ranks have the same value.
+    """Return a finding with the ranks that differ from the majority, or an empty list if all ranks have the same value.
 
     Args:
-        column: One value per rank, which is compared.
+        column: One value per rank, to be compared.
         fault: Id of the fault.
         case: Name of the case in the fault's row.
         name: Parameter, buffer, loss or option.
-        values: One entry per rank for the finding, if ranks need more than a name.
+        values: One entry per rank for the finding, if the name does not suffice.
     """
     if len(set(column)) == 1:
         return []
@@ -217,7 +219,7 @@ def differing(
 
 
 def differing_columns(by_rank: Sequence[Mapping[T, Any]]) -> dict[T, list[Any]]:
-    """Return the names with values that differ between ranks, and the value of every rank. None for a rank without one."""
+    """Return the names whose values differ between ranks, with the value of every rank, or None for a rank without a value."""
     names = dict.fromkeys(name for values in by_rank for name in values)
     columns = {name: [values.get(name) for values in by_rank] for name in names}
     return {name: column for name, column in columns.items() if any(value != column[0] for value in column)}
@@ -229,12 +231,12 @@ def shown_names(names: Sequence[str]) -> str:
 
 
 def texts_of(found: Sequence[Finding]) -> list[list[str]]:
-    """Return the texts of findings that one rank made by itself, as they travel."""
+    """Return the texts of findings that one rank made without its peers, in the form in which they are sent."""
     return [[str(getattr(finding, field)) for field in _TEXT_FIELDS] for finding in found]
 
 
 def findings_of_texts(texts_by_rank: Sequence[list[list[str]]]) -> list[Finding]:
-    """Make one finding of each text, with the ranks that have it."""
+    """Return one finding for each distinct text, with the ranks that have it."""
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, texts in enumerate(texts_by_rank):
         for fields in texts:
@@ -251,10 +253,10 @@ def findings_of_texts(texts_by_rank: Sequence[list[list[str]]]) -> list[Finding]
 
 @dataclass
 class Cause:
-    """One finding, and those that follow from it.
+    """One finding, with the findings that follow from it.
 
     Attributes:
-        lead: Most telling finding.
+        lead: Most informative finding.
         followers: Other findings, oldest first.
     """
 
@@ -262,7 +264,7 @@ class Cause:
     followers: list[Finding] = field(default_factory=list)
 
     def text(self) -> str:
-        """Format the lead, and list its followers in a line."""
+        """Format the lead, and list its followers in one line."""
         if not self.followers:
             return self.lead.text()
         shown = "; ".join(f"{each.check}, {each.fault}, {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
@@ -274,7 +276,7 @@ class Cause:
 def group_by_cause(
     found: Sequence[Finding], earlier: Sequence[Finding] = ()
 ) -> tuple[list[Cause], list[tuple[Finding, Finding]]]:
-    """Return the causes among new findings, the most telling first, and pairs of a finding and the earlier lead that it follows from.
+    """Return the causes among new findings, most informative first, and pairs of a finding and the earlier lead that it follows from.
 
     Args:
         found: New findings of one place in the fit.
@@ -295,7 +297,7 @@ def group_by_cause(
 
 
 def text_of_errors(found: Sequence[Finding]) -> str:
-    """Return the texts of findings in their order. One that follows from another one is a line behind that."""
+    """Return the texts of findings in order. A finding that follows from another one is listed in a line below it."""
     followers: list[Finding] = []
     causes: list[Cause] = []
     for finding in found:
@@ -314,17 +316,17 @@ def text_of_errors(found: Sequence[Finding]) -> str:
 
 
 def _brings(lead: Finding, finding: Finding) -> bool:
-    """Return whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
+    """Return whether a finding of the same exchange follows from ``lead``, or is the same fault in another object."""
     same = finding.fault == lead.fault and finding.check == lead.check and finding.fix == lead.fix
     return same or _spreads(lead, finding)
 
 
 def _spreads(lead: Finding, finding: Finding) -> bool:
-    """Return whether a finding anywhere later follows from ``lead``."""
+    """Return whether a finding of the same or a later exchange follows from ``lead``."""
     return finding.fault in FOLLOWING.get(lead.fault, ())
 
 
 def _distance(finding: Finding, found: Sequence[Finding]) -> tuple[int, bool, bool]:
-    """Sort key: grave findings first, causes before their effects, gradients before parameters."""
+    """Return a sort key that puts severe findings first, causes before their effects, and gradients before parameters."""
     is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
     return _SEVERITIES.index(finding.severity), is_brought, finding.check == _RESULTS

@@ -1,9 +1,9 @@
-"""`GradientFlowCheck`: the gradients that the optimizer used are there, finite, not zero, and equal on all ranks.
+"""`GradientFlowCheck`: the gradients that the optimizer used are present, finite, not zero, and equal on all ranks.
 
-Before backward it finds the parameters that the loss does not reach. DDP waits for the gradient of each parameter, so that a rank without
-one leaves the others waiting. After the step it reads gradients as the optimizer used them: after the module's hooks, after clipping, never
-on a step that only accumulates. They are judged at the next step. Before the first step it compares gradient and derivative
-(``gradient_scale.py``).
+Before backward it finds the parameters that the loss does not reach. DDP waits for the gradient of each parameter, so a rank without such a
+gradient blocks the other ranks. After the step it reads the gradients that the optimizer used, after the module's hooks and after
+clipping, but not in a step that only accumulates. They are judged in the next step. Before the first step it compares gradients with
+derivatives (``gradient_scale.py``).
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprint
 from lightning_ddp_losses.distributed.shard import local_part
 
-# steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
+# a module's gradient is reported as zero if it is zero in both of these steps. A head that is initialised with zeros is not a fault
 _FIRST_ZERO_STEP = 0
 _ZERO_STEPS = (_FIRST_ZERO_STEP, 3)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GradientFlowCheck(RankCheck, default=True):
-    """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
+    """Checks that gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
-    Gradients of a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
+    Gradients of a step are judged in the next step, before a checkpoint is saved and at the end of training (``runner``), so that the check
     does not wait for a device. The finding names the step of its gradients. Parameters that a loss does not reach are judged before its
     backward, which would hang.
 
     Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F20, F21, F23, F24 and F27 (gradients off by W or 1/W),
-    F32 and F37 (a parameter that some ranks' losses do not reach, before backward would hang), F38 (one that no rank's loss
-    reaches while DDP waits for it), F79 (a gradient that is not finite).
+    F32 and F37 (a parameter that some ranks' losses do not reach, found before backward would hang), F38 (a parameter that no
+    rank's loss reaches while DDP waits for it), F79 (a gradient that is not finite).
 
     Args:
-        parts: Number of parts. Each step reads one of them, 1/``parts`` of the bytes. A small model has fewer parts.
-        full_every_n_steps: Period of a pass over all gradients. Such a pass is also at the first and fourth step.
-        probe_scale: If True, compare gradient and derivative before the first step (``gradient_scale.py``): a forward and a backward,
-            and two forwards for each child of the module, in float64 on a copy.
+        parts: Number of parts. Each step reads one part, 1/``parts`` of the bytes. A small model has fewer parts.
+        full_every_n_steps: Number of steps between passes over all gradients. The first and fourth steps also read all gradients.
+        probe_scale: If True, compare gradients with derivatives before the first step (``gradient_scale.py``). This runs a forward and a
+            backward, and two forwards for each child of the module, in float64 on a copy.
         every_n_steps: Same as in ``RankCheck``.
         action: Same as in ``RankCheck``.
 
-    Communication: 8 bytes in the gather before backward, 48 in the one after the step.
+    Communication: 8 bytes in the gather before backward, and 48 bytes in the gather after the step.
 
     Example:
         >>> checks = DDPChecks([GradientFlowCheck(probe_scale=False)])
@@ -81,22 +81,22 @@ class GradientFlowCheck(RankCheck, default=True):
         self._missing: list[str] = []
         self._loss: Tensor | None = None
         self._slices = replicas.RotatingSlices(self.parts)
-        # the gradients of the current step, and of the last one that was judged
+        # the gradients of the current step, and of the step that was judged last
         self._gradients = StepGradients()
         self._judged = StepGradients()
-        # gradients of parts of the model on this rank alone: are they finite?
+        # gradients of parts that are stored only on this rank are checked for values that are not finite
         self._part_slices = replicas.RotatingSlices(self.parts)
         self._zero_modules: set[str] = set()
 
     # ------------------------------------------------------------------ observe
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make the snapshot of DDP's state."""
+        """Create the shared snapshot of DDP's state."""
         self._snapshot = self.runner.shared(ddp_state.DDPSnapshot)
 
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
-        """Compare gradient and derivative."""
-        # a copy of a module that fully_shard divides cannot be tried out
+        """Compare gradients with derivatives."""
+        # a module that fully_shard divides cannot be run as a copy
         is_whole = replicas.is_replicated(trainer) and not replicas.divided_parameters(trainer)
         if not self.probe_scale or not is_whole or trainer.global_step:
             return []
@@ -125,12 +125,12 @@ class GradientFlowCheck(RankCheck, default=True):
         self._see(ddp_state.OF_STEP, [optimizer])
 
     def _see(self, place: str, optimizers: Sequence[Optimizer]) -> None:
-        """Read the gradients of the slices of this step, at one place on their way to these optimizers."""
+        """Read the gradients of this step's slices, for the parameters of these optimizers. ``place`` is a constant of `ddp_state`."""
         step, trainer = self.runner.step, self.runner.trainer
         if step % self.every_n_steps:
             return
         parameters = all_parameters = self.runner.replicated_parameters()
-        if len(trainer.optimizers) > len(optimizers):  # each steps its own parameters
+        if len(trainer.optimizers) > len(optimizers):  # only the parameters that these optimizers step
             stepped = _stepped_by(optimizers)
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
         if place == ddp_state.AFTER_BACKWARD:
@@ -147,7 +147,7 @@ class GradientFlowCheck(RankCheck, default=True):
             started = self._gradients.started
         else:
             started = ddp_state.start_gradients(slices, parameters)
-        # the snapshot remembers them, to find the place of a difference later
+        # the snapshot stores them, to find out later where a difference first occurred
         if self.runner.parameters.is_replicated:
             self._snapshot.see_gradients(place, started)
 
@@ -177,8 +177,8 @@ class GradientFlowCheck(RankCheck, default=True):
         """Return the numbers of the gradients since the last step.
 
         ``stepped`` is the number of optimizers that made a step, ``absent`` a hash of the names of parameters without a gradient,
-        ``expected`` the number of these that DDP waits for, ``values`` one fingerprint of the slices of this step, ``not_finite`` the
-        number of gradients that are not finite, and ``detached`` the number of modules with zeros only.
+        ``expected`` the number of absent gradients that DDP waits for, ``values`` one fingerprint of the slices of this step,
+        ``not_finite`` the number of gradients that are not finite, and ``detached`` the number of modules with only zero gradients.
         """
         gradients, self._gradients = self._gradients, StepGradients()
         gradients.send_(self._loss)
@@ -186,7 +186,7 @@ class GradientFlowCheck(RankCheck, default=True):
             gradients.zero_step = self.runner.steps
         waited_for = self._snapshot.expected_parameters() if gradients.absent else {}
         expected = sum(name in waited_for for name in gradients.absent)
-        # all gradients that are compared have been read
+        # the compared gradients have already been read, so the state reads no further ones
         gradients.state = ddp_state.StepState(
             self.runner, self._snapshot, self.runner.replicated_parameters(), compared=[]
         )
@@ -206,15 +206,15 @@ class GradientFlowCheck(RankCheck, default=True):
         return read
 
     def _detached_modules(self, gradients: StepGradients) -> list[str]:
-        """Return the modules with only zero gradients, at the first step and still at the fourth."""
-        # children of the module with zero as the largest element
+        """Return the modules whose gradients are all zero, both in the first and in the fourth step."""
+        # children of the module whose largest gradient element is zero
         sizes: dict[str, list[float]] = {}
         for name, size in gradients.sizes():
             sizes.setdefault(name.split(".")[0], []).append(size)
         zero = {owner for owner, of_owner in sizes.items() if not any(of_owner)}
-        if gradients.loss_is_zero(without=True):  # a zero loss is another matter
+        if gradients.loss_is_zero(without=True):  # a zero loss is a separate fault
             zero = set()
-        # zero at the first step is a start, zero at both is a fault
+        # zero in the first step may result from the initialisation. Zero in both steps is a fault
         if gradients.zero_step == _FIRST_ZERO_STEP:
             self._zero_modules = zero
             return []
@@ -233,7 +233,7 @@ class GradientFlowCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ explain
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return names, or for gradients that differ the state of the step."""
+        """Return names, or the state of the step if gradients differ."""
         judged = self._judged
         if finding.name == "gradients":
             assert judged.state is not None
@@ -246,11 +246,11 @@ class GradientFlowCheck(RankCheck, default=True):
         return {"names": names[finding.name], "zero_loss": judged.loss_is_zero(), "kind": kind}
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
-        """Name parameters and reasons."""
+        """Add the names of parameters, and the reasons."""
         return _explain_differences(finding, texts) if finding.name == "gradients" else [_named(finding, texts)]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
-        """Return the gradient itself, unless it is that of a step before."""
+        """Return the gradient, or None if the finding is about an earlier step."""
         if finding.step != self.runner.step:
             return None
         parameter = self.runner.replicated_parameters().get(finding.name)
@@ -265,7 +265,7 @@ def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:
 
 
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
-    """Name the parameters of a finding."""
+    """Add the names of the parameters to a finding."""
     names = [*dict.fromkeys(name for state in states for name in state["names"])]
     ranks = tuple(rank for rank, state in enumerate(states) if state["names"])
     shown: dict[str, Any] = {"name": ", ".join(names[:MOST_NAMES]), "shown": shown_names(names)}
@@ -277,16 +277,16 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
         return Finding.of("F38", case, ranks=some_ranks, copy=copied, **shown)
     if finding.fault == "DETACHED":
         return Finding.of(finding.fault, ranks=some_ranks, **shown)
-    # parameters that are missing on some ranks: their loss is zero, or they took a different branch
+    # if parameters are missing on some ranks, the loss of these ranks is zero, or they executed a different branch
     has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
     values = tuple(f"{len(state['names'])} of {len(names)} without" for state in states)
     return Finding.of("F32" if has_zero_loss else finding.fault, ranks=some_ranks, values=values, **shown)
 
 
 def _kind_of_absent(module: LightningModule, trainer: Trainer, names: Sequence[str]) -> tuple[str, str]:
-    """Return the case of F38 for parameters without a gradient, and the path of the copy that they are of, if it is one."""
+    """Return the case of F38 for parameters without a gradient, and the path of the copy that contains them, or an empty path."""
     absent = set(names)
-    # a copy that keeps an average, or that no optimizer has
+    # a copy that averages parameters, or that is not in any optimizer
     copies = [path for path, inner in module.named_modules() if isinstance(inner, AveragedModel)]
     of_copies = [path for path in copies if any(name.startswith(f"{path}.") for name in absent)]
     if of_copies and all(name.startswith(tuple(f"{path}." for path in of_copies)) for name in absent):
@@ -305,7 +305,7 @@ def _kind_of_absent(module: LightningModule, trainer: Trainer, names: Sequence[s
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Name the gradients that differ, and why."""
+    """Return a finding with its cause for each gradient that differs."""
     columns = ddp_state.differing_gradients(states)
     found = []
     for name, column in columns.items():
@@ -319,14 +319,14 @@ def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) 
 
 
 class StepGradients:
-    """Keeps fingerprints and largest elements of the gradients of one step, and the names of absent ones.
+    """Stores fingerprints and largest elements of the gradients of one step, and the names of absent gradients.
 
     Attributes:
-        absent: Names of the parameters that train and have no gradient.
+        absent: Names of trainable parameters without a gradient.
         started: Fingerprints of the gradients, on the device that computes them.
-        values: The same on their way to the host.
+        values: The same fingerprints, being copied to the host.
         zero_step: Number of the step, if the check looks for modules with only zeros.
-        state: Further knowledge of the step that may explain a difference.
+        state: Further data about the step that may explain a difference.
     """
 
     zero_step: int | None = None
@@ -335,32 +335,32 @@ class StepGradients:
     def __init__(self) -> None:
         self.absent: list[str] = []
         self.started: ddp_state.StartedGradients = {}
-        # names and sizes of slices of gradients, and of parts on this rank alone
+        # names and largest elements of slices of gradients, and of parts that are stored only on this rank
         self._sizes: list[tuple[str, float | Tensor]] = []
         self._part_sizes: list[tuple[str, float | Tensor]] = []
-        # on their way to the host
+        # copies to the host, which send_ starts
         self.values = self._sent_sizes = self._sent_loss = HostNumbers([])
 
     def add(self, slices: Sequence[replicas.TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
-        """Add these pieces of the parameters' gradients. Without ``largest``, only whether they are finite."""
+        """Add slices of the parameters' gradients. If ``largest`` is False, only record whether they are finite."""
         self.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         for each, piece in replicas.dense_gradients(slices, parameters):
             self.started.setdefault(each.name, []).append(start_fingerprint(piece))
             self._sizes.append((each.name, _size_of(piece, largest=largest)))
 
     def add_part(self, name: str, piece: Tensor) -> None:
-        """Add a piece of the gradient of a part of a parameter: is it finite?"""
+        """Add a slice of the gradient of a part of a parameter, to record whether it is finite."""
         self._part_sizes.append((name, _size_of(piece, largest=False)))
 
     def send_(self, loss: Tensor | None) -> None:
-        """Start the copies to the host, including that of the last loss. No gradients are added after that."""
+        """Start the copies to the host, including the copy of the last loss. No gradients are added after this call."""
         self.values = HostNumbers([*chain.from_iterable(self.started.values())])
         self._sent_sizes = HostNumbers([size for _, size in [*self._sizes, *self._part_sizes]])
         if loss is not None:
             self._sent_loss = HostNumbers([loss.reshape(())])
 
     def loss_is_zero(self, *, without: bool = False) -> bool:
-        """Return whether the loss before the step was exactly zero. ``without`` is the answer for a step without a loss."""
+        """Return whether the loss before the step was exactly zero. ``without`` is returned for a step without a loss."""
         return all(loss == 0.0 for loss in self._sent_loss.read() or [float(not without)])
 
     def not_finite(self) -> list[str]:
@@ -370,14 +370,14 @@ class StepGradients:
         return list(dict.fromkeys(name for name, size in sizes if not size < math.inf))
 
     def sizes(self) -> list[tuple[str, float]]:
-        """Return the names of slices with the largest element of their gradient, or a bound, not finite if an element is not."""
+        """Return the names of slices with the value of ``_size_of`` for their gradient."""
         return [(name, size) for (name, _), size in zip(self._sizes, self._sent_sizes.read(), strict=False)]
 
 
 def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
-    """Return the largest magnitude, or NaN if an element is. Without ``largest``, return any finite number if all elements are finite."""
+    """Return the largest magnitude, or NaN if an element is NaN. If not ``largest``, the value only shows if all elements are finite."""
     if not largest and piece.device.type == "cpu":
-        # a sum is not finite once one element is not
+        # a sum is not finite if one of its elements is not
         total = abs(piece.sum().item())
         if math.isfinite(total):
             return total

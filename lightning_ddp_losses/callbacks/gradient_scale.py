@@ -1,17 +1,18 @@
 """Compares scales before the first step: is the gradient that DDP will average the derivative of the loss that training_step returns?
 
-Let M be the mean over ranks of the returned value, as a function of each rank's own copy of the parameters. Where gathers, sums
-over ranks and factors are right, M's derivative along any directions v_r equals (1/W) sum_r <g_r, v_r>, with g_r what backward
-gives on rank r. A gather that cuts the graph leaves 1/W of it.
+The mean of the returned values over ranks, M, is a function of the copies of the parameters on all ranks. If gathers, sums over ranks and
+factors are correct, the derivative of M along any directions v_r equals (1/W) sum_r <g_r, v_r>, where g_r is the gradient that backward
+computes on rank r. With a gather that cuts the graph, only 1/W of the derivative remains.
 
-It runs once, before the first step, in float64, on a copy of the module: a forward with its gradient, and two more for each part of the
-module. It is relative to the returned value, so a constant factor on that value is not found. Ratios other than 1/W and W prove no fault:
-they may come from a stop-gradient or a straight-through estimator. With two ranks a stop-gradient on one side of a symmetric loss over rows
-of all ranks (a memory that holds the batch itself) also has the ratio 1/W. If the gradient goes through a gather with a gradient, 1/W is
-therefore no sign of a cut.
+The comparison runs once, before the first step, in float64, on a copy of the module. It runs a forward with its gradient, and two more
+forwards for each part of the module. It is relative to the returned value, so a constant factor on that value is not found. Ratios other
+than 1/W and W do not prove a fault, because they may result from a stop-gradient or a straight-through estimator. With two ranks, a
+stop-gradient on one side of a symmetric loss over rows of all ranks (a memory that contains the batch itself) also has the ratio 1/W. If
+the gradient passes through a gather with a gradient, 1/W is therefore not evidence of a cut.
 
-A part may get one share of its gradient through a cut gather and another share correctly. Its ratio is then any number. So the first
-forward is traced (``collective_trace.py``). If a ratio is not 1, findings name the collectives that cut the graph, with the user's line.
+A part may receive one share of its gradient through a cut gather and another share correctly, in which case its ratio is arbitrary. For
+this reason, the first forward is traced (``collective_trace.py``). If a ratio is not 1, findings name the collectives that cut the graph,
+with the user's line.
 
 Legend: ``W`` ranks, ``v`` a random direction, ``g`` the gradient on one rank.
 """
@@ -44,14 +45,14 @@ from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.shard import shard_of
 
 STEP = 1e-5
-MOVE_TO_SHARE = 1e-2  # distance that one rank's copy moves, to test whether others' values follow
-MAX_BYTES = 1 << 29  # limit of the copy, in float64
+MOVE_TO_SHARE = 1e-2  # distance by which one rank's copy is moved, to test whether the values of other ranks change
+MAX_BYTES = 1 << 29  # largest size of the copy in float64
 MAX_PARTS = 4
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_PLACE = "scale probe"  # name of this place in handshakes
-_CLOSE = 1e-3  # float64 derivatives of smooth losses agree to 1e-6; a kink between the two points spoils that
-_TOO_FLAT = 1e-6  # ratio of derivative to loss below which rounding decides
-_MAX_NODES = 64  # graph nodes next to the loss that are searched for a factor
+_PLACE = "scale probe"  # name of this operation in handshakes
+_CLOSE = 1e-3  # float64 derivatives of smooth losses agree to 1e-6, unless there is a kink between the two points
+_TOO_FLAT = 1e-6  # ratio of derivative to loss below which rounding errors dominate
+_MAX_NODES = 64  # number of graph nodes next to the loss that are searched for a factor
 # modules of collectives with a backward that exchanges gradients, ours and torch's
 _WITH_GRADIENT = ("lightning_ddp_losses.distributed.", "torch.distributed.")
 # operations between the loss and a factor on it
@@ -64,9 +65,9 @@ class PartScale:
 
     Attributes:
         name: Name of the child.
-        ratio: Gradient over derivative. 1 is right.
-        is_shared: True if a move of rank 0's copy alone changes the values of other ranks (measured if the ratio is 1/W or W).
-        is_gathered: True if its gradient passes a collective with a gradient, on any rank.
+        ratio: Gradient divided by derivative. The correct ratio is 1.
+        is_shared: True if moving only rank 0's copy changes the values of other ranks (measured if the ratio is 1/W or W).
+        is_gathered: True if the gradient passes through a differentiable collective on any rank.
     """
 
     name: str
@@ -76,7 +77,7 @@ class PartScale:
 
     @property
     def scale(self) -> Scale:
-        """The known ratio that it is, up to rounding."""
+        """The kind of ratio that the measured ratio equals, up to rounding."""
         return scale_of(self.ratio, process_groups.world_size(), _CLOSE)
 
     @property
@@ -88,12 +89,14 @@ class PartScale:
 def find_wrong_scales(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> list[Finding]:
-    """Measure the scales, and return the findings of those that prove a fault. The same on every rank, none if the trial fails on any.
+    """Measure the scales, and return findings for scales that prove a fault, equal on all ranks.
+
+    The result is empty if the trial fails on any rank.
 
     Communication: the collectives of 1 + 2 * parts forwards of the module and one backward, a handshake after each, one gather for each
         part, and one of the lines.
     """
-    # a copy that runs on every rank and gives a loss with a gradient
+    # the copy must run on every rank and return a loss with a gradient
     trial = _Trial(trainer, module, batch, batch_idx, row_exchange)
     if not all(trial.gather(trial.is_ready)):
         return []
@@ -101,9 +104,9 @@ def find_wrong_scales(
         value = trial.value({})
     if not all(trial.gather(value is not None and value.requires_grad)) or value is None:
         return []
-    # the local work. A rank that fails here reports it before the others wait for it
+    # compute gradients locally. A rank that fails reports the failure before other ranks wait for it
     if not all(trial.gather(trial.prepare(value))):
-        if trial.own_error is not None:  # after the peers have learnt that this rank stops
+        if trial.own_error is not None:  # raised only after the peers have been informed
             raise trial.own_error
         return []
     parts = _measure_parts(trial, module, value)
@@ -115,21 +118,21 @@ def find_wrong_scales(
 def _judge_scales(
     parts: list[PartScale], trial: _Trial, collectives: list[str], cut_lines: dict[str, list[str]]
 ) -> list[Finding]:
-    """Return the findings of ratios that prove a fault, given the user's lines that cut the graph, by kind of collective."""
+    """Return findings for ratios that prove a fault. ``cut_lines`` contains the user's lines that cut the graph, by kind of collective."""
     world = process_groups.world_size()
     names = " ".join(collectives)
     kind = "reduce" if "reduce" in names and "gather" not in names else "gather"
-    # a ratio of 1/W or W proves a fault where other ranks' values follow.
-    # (a stop-gradient may halve the gradient of rows that are gathered with it)
+    # a ratio of 1/W or W proves a fault if the values of other ranks depend on this part
+    # (but a stop-gradient may halve the gradient of rows that are gathered with it)
     proved = [part for part in parts if part.is_shared and not (part.is_cut and part.is_gathered)]
     found = [_finding(fault_of_scale("large"), part, world) for part in proved if part.scale == "large"]
     cut = [part for part in proved if part.is_cut]
-    # a factor W compensates a cut graph: a part that is not cut is W times too large
+    # a factor W compensates for a cut graph, so the gradient of a part that is not cut is W times too large
     if trial.is_multiplied:
         full = [replace(part, ratio=part.ratio * world) for part in parts if cut and part.scale == "right"]
         return found + [_finding(fault_of_scale("right", is_multiplied=True), part, world) for part in full]
     if not cut:
-        # collectives that cut only one share of a part's gradient. A gradient that equals the derivative has no cut
+        # report collectives that cut one share of a part's gradient, unless all gradients equal the derivatives
         wrong = ", ".join(f"`{part.name}`" for part in parts if part.scale != "right")
         for of_kind, fault in FAULT_OF_CUT.items():
             lines = cut_lines.get(of_kind, []) if wrong else []
@@ -161,11 +164,11 @@ def _finding(fault: str, part: PartScale, world: int, line: str = "") -> Finding
 
 
 def _measure_parts(trial: _Trial, module: LightningModule, value: Tensor) -> list[PartScale] | None:
-    """Compare the gradient with the derivative, for each child with a derivative other than zero. None if the trial fails on any rank."""
+    """Compare gradient and derivative for each child whose derivative is not zero. Return None if the trial fails on any rank."""
     world = process_groups.world_size()
     parts = []
     for name, members in _trained_parts(module).items():
-        # <g, v>, and the value on both sides along v
+        # compute <g, v>, and the value at both points along v
         direction = trial.directions[name]
         moved = [trial.value(direction, distance) for distance in (STEP, -STEP)]
         values = [None if each is None else float(each.detach()) for each in moved]
@@ -175,7 +178,7 @@ def _measure_parts(trial: _Trial, module: LightningModule, value: Tensor) -> lis
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
         if abs(derivative) <= _TOO_FLAT * max(1e-9, *(abs(row[1]) for row in rows)):
             continue
-        # (1/W) sum_r <g_r, v_r>. A rank's shard has its whole gradient on that rank
+        # compute (1/W) sum_r <g_r, v_r>. The gradient of a shard is complete on its rank and not averaged
         gradient = sum(row[0] for row in rows)
         if all(shard_of(parameter) is None for parameter in members.values()):
             gradient /= world
@@ -202,7 +205,7 @@ def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[st
 
 
 def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor]) -> bool:
-    """Move rank 0's copy alone, and return whether the value of another rank moves."""
+    """Move only rank 0's copy, and return whether the value on another rank changes."""
     is_first = process_groups.rank() == 0
     moved = trial.value(direction if is_first else {}, MOVE_TO_SHARE)
     has_moved = False
@@ -216,11 +219,12 @@ class _Trial:
 
     Attributes:
         is_ready: True if the copy could be made.
-        gather: Function that returns a plain value of each rank.
+        gather: Function that returns a JSON value from each rank.
         own_error: Error of the probe itself on this rank.
-        directions: Random direction of this rank, by part of the module. This and the following are set by ``prepare``.
+        directions: Random direction of this rank, by part of the module. ``prepare`` sets ``directions``, ``along``, ``gathered`` and
+            ``is_multiplied``.
         along: Inner product of this rank's gradient with the direction, by part.
-        gathered: Names of the parameters that the value reaches through a collective with a gradient.
+        gathered: Names of the parameters that the value reaches through a differentiable collective.
         has_metrics: True if the module has metrics.
         is_multiplied: True if the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
     """
@@ -242,15 +246,15 @@ class _Trial:
                 self._pristine = _double_(copy.deepcopy(module))
                 floating = precision.cast_floating(copy.deepcopy(batch), torch.float64)
                 self._batch = inputs.map_tensors(_as_double, floating)
-            except Exception:  # without a copy there is no trial
+            except Exception:  # the trial is skipped if the module cannot be copied
                 self.is_ready = False
 
     def value(self, direction: Mapping[str, Tensor], distance: float = 0.0) -> Tensor | None:
-        """Return the loss with moved parameters, from the same random state and buffers. None if that fails on any rank."""
+        """Return the loss with moved parameters, from the same random state and buffers, or None if this fails on any rank."""
         random_state = preserve_random_state(global_generators([self._device]))
         with random_state, torch.enable_grad():
             try:
-                # a fresh copy, moved, without logging
+                # make a new copy with moved parameters and without logging
                 copied = self._copied = copy.deepcopy(self._pristine)
                 parameters = dict(copied.named_parameters())
                 with torch.no_grad():
@@ -259,7 +263,7 @@ class _Trial:
                 compat.attach_trainer(copied, self._trainer)
                 for name in ("log", "log_dict"):
                     object.__setattr__(copied, name, lambda *_, **__: None)
-                # its training_step, to the end on all ranks
+                # run training_step, and wait until it has ended on all ranks
                 result = copied.training_step(copy.deepcopy(self._batch), self._index)
                 handshake.all_gather(_PLACE, {})
             except Exception as error:  # the real step will raise it
@@ -270,9 +274,9 @@ class _Trial:
         return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
     def prepare(self, value: Tensor) -> bool:
-        """Compute gradients and directions. Return whether this rank has them."""
+        """Compute gradients and directions, and return whether this succeeds on this rank."""
         try:
-            # before backward, which frees the tensors that the graph has saved
+            # read the graph before backward, which frees its saved tensors
             self.is_multiplied = _has_factor(value, process_groups.world_size())
             for inner in self._pristine.modules():
                 self.is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
@@ -286,7 +290,7 @@ class _Trial:
             for name, members in _trained_parts(self._pristine).items():
                 self.directions[name] = self._direction(members)
                 self.along[name] = _inner_product(gradients, self.directions[name])
-        except Exception as error:  # a fault of this probe
+        except Exception as error:  # a bug in this probe
             self.own_error = error
         return self.own_error is None
 
@@ -304,17 +308,17 @@ class _Trial:
 
 
 def _can_be_copied(module: LightningModule) -> bool:
-    """Return whether a copy in float64 is small enough, and runs as the module does."""
-    # each rank would initialise a lazy parameter of the copy differently
+    """Return whether a copy in float64 is small enough, and runs like the module."""
+    # ranks would initialise a lazy parameter of the copy differently
     if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
         return False
     num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    is_compiled = any(compat.uncompiled(inner) is not inner for inner in all_modules(module))  # would compile again
+    is_compiled = any(compat.uncompiled(inner) is not inner for inner in all_modules(module))  # copies recompile
     return num_bytes <= MAX_BYTES and not is_compiled
 
 
 def _as_double(tensor: Tensor) -> Tensor:
-    """Return a floating tensor in float64, a complex one in complex128, and others unchanged."""
+    """Convert a floating-point tensor to float64 and a complex tensor to complex128. Return other tensors unchanged."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     if tensor.is_floating_point():
@@ -352,10 +356,10 @@ def _trained_parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def _end_together(error: Exception) -> None:
-    """End on all ranks a forward that failed here. The peers wait in a handshake of a loss, or in the one after the forward.
+    """End a forward that failed on this rank on all ranks. The peers wait in a handshake of a loss, or after their forward.
 
     Raises:
-        Exception: this one, if the peers wait in a foreign collective.
+        Exception: the given error, if the peers wait in a foreign collective.
     """
     began = time.monotonic()
     try:
@@ -366,7 +370,7 @@ def _end_together(error: Exception) -> None:
 
 
 def _reached_through_collectives(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the parameters behind a collective with a gradient in the graph of the value."""
+    """Return the names of parameters that the value reaches through a differentiable collective in its graph."""
     collectives = [node for node, _ in walk_graph([value]) if _is_collective(node)]
     leaves = [node for node, children in walk_graph([], nodes=collectives) if not children]
     reached = {id(node.variable) for node in leaves if hasattr(node, "variable")}
@@ -379,7 +383,7 @@ def _is_collective(node: Any) -> bool:
 
 
 def _has_factor(value: Tensor, world: int) -> bool:
-    """Return whether the graph of the value begins with a product by W, among sums and products of numbers."""
+    """Return whether the value is multiplied by W, searching its graph through sums and products with numbers."""
     walk = walk_graph([value], through=lambda node: node.name().startswith(_ARITHMETIC))
     for node, _ in itertools.islice(walk, _MAX_NODES):
         if node.name().startswith(("Mul", "Div")):

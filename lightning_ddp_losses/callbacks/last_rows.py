@@ -1,9 +1,10 @@
-"""`LastRows`: the rows that wait when a rank fails are judged before its error leaves, and what is found comes first in its text.
+"""`LastRows`: when a rank fails, pending rows are judged before its error is raised, and findings are added before its text.
 
-Rows of a step wait until their checks are due again. A NaN in the gradient of one rank is seen in such a row, and the next step may end in
-an error that says nothing of it. So each rank that ends with an error writes its rows into the store of the run (``StoreExchange``), then
-informs its peers, and judges the rows of all ranks once they are there. Every rank has the same findings. Ranks that do not come in time
-wait in a foreign collective, or are gone: the error says that the rows were not judged, and where those ranks are.
+Rows of a step are pending until their checks are due again. For example, a row may contain a NaN in the gradient of one rank, and the next
+step may raise an error that does not mention it. Therefore each rank that ends with an error writes its rows into the store of the run
+(``StoreExchange``), informs its peers, and judges the rows of all ranks when they have been written. Every rank has the same findings.
+Ranks that do not write their rows in time wait in a foreign collective, or have exited. In this case, the error states that the rows were
+not judged, and the last known position of those ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class LastRows:
-    """Judges the rows that wait at the time of an error. Every rank that has an error makes one.
+    """Judges the rows that are pending at the time of an error. Created on every rank that has an error.
 
     Args:
         row_exchange: Exchanges the rows.
-        facts: Facts of a step, the same on every rank.
+        facts: Facts of a step, equal on all ranks.
         seconds: Limit of the wait for the peers.
 
-    Communication: through the store, one exchange. One more for each new finding.
+    Communication: one exchange through the store. One more for each new finding.
     """
 
     def __init__(self, row_exchange: RowExchange, facts: Sequence[StageFacts], seconds: float) -> None:
@@ -45,10 +46,10 @@ class LastRows:
             self._exchange.post(self._steps + b"\n" + self._row)
 
     def judge_before_(self, error: BaseException, step: int) -> None:
-        """Judge the rows of all ranks, and put what is found before the text of an error that is about to leave.
+        """Judge the rows of all ranks, and add findings before the text of an error that is about to be raised.
 
         Args:
-            error: The error of this rank. Its text and ``findings`` change.
+            error: The error of this rank. Its text and ``findings`` are changed.
             step: Optimizer steps so far.
         """
         if not self._is_waiting:
@@ -79,10 +80,11 @@ class LastRows:
 
 
 def add_to_error_(error: BaseException, *, before: str = "", after: str = "", findings: Sequence[Finding] = ()) -> None:
-    """Put lines before and after the text of an error, and findings before its ``findings``.
+    """Add lines before and after the text of an error, and findings before its ``findings``.
 
-    The error stays the object that it is, with its class, so that an ``except`` of the user's program catches it. Some classes make their
-    text of other attributes (``OSError`` with a number). Then the lines become notes of the error, which a traceback shows after its text.
+    The error remains the same object with the same class, so that an ``except`` in the user's program catches it. Some classes build their
+    text from other attributes (``OSError`` with a number). In this case, the lines are added as notes, which a traceback shows after the
+    text.
 
     Args:
         error: Any error.
@@ -103,7 +105,7 @@ def add_to_error_(error: BaseException, *, before: str = "", after: str = "", fi
 
 
 class _Text(str):
-    """A text that ``KeyError`` shows as it is, and not as the literal of a key."""
+    """A text that ``KeyError`` shows unchanged instead of quoting it."""
 
     __slots__ = ()
 

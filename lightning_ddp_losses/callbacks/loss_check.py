@@ -1,17 +1,18 @@
-"""`LossCheck`: every rank has a finite loss, each element counts equally in it, and the logged values are those of all ranks.
+"""`LossCheck`: every rank has a finite loss with equally weighted elements, and logged values are reduced over all ranks.
 
-The losses of a step are judged at the next one, before a checkpoint is saved and at the end of training (``loss_reader.py``). A finding
-names the step of its loss. A missing loss and the logged names are known on the host and judged at once.
+The losses of a step are judged in the next step, before a checkpoint is saved and at the end of training (``loss_reader.py``). A finding
+names the step of its loss. A missing loss and the logged names are available on the host and judged immediately.
 
-The check comes first, then the history of losses, then logged values (`LoggedValues`): names that are reduced over ranks, values that each
-rank logs alone, values that decide, and epoch means. A value decides if a callback or a scheduler monitors it. If it differs between ranks,
-they save, stop or slow down differently.
+This file contains the check, the history of losses, and `LoggedValues`, which handles names that are reduced over ranks, values that each
+rank logs without reduction, monitored values, and epoch means. A monitored value is read by a callback or a scheduler. If it differs
+between ranks, their checkpoints, early stopping or learning rates differ.
 
-An epoch mean is ``self.log(..., on_epoch=True, sync_dist=True)``. Lightning divides the ranks' mean sum by their mean number of rows.
-Plain DDP writes that second mean back into an integer tensor, which floors it. The logged value is then too large if ``W`` does not divide
-the rows. (Lightning 2.6.6, issue 21859; right under ``"ddp_losses"``.) The sums of a rank must be read before Lightning reduces them in
-place: in a validation at its last batch, in a training epoch at its end, or at its last batch too if another callback asks for metrics
-earlier. All ranks' sums give the true mean at the end of the epoch. The logged value is read one stage later.
+An epoch mean is ``self.log(..., on_epoch=True, sync_dist=True)``. Lightning divides the mean over ranks of their sums by the mean of their
+numbers of rows. Plain DDP writes the latter back into an integer tensor, which floors it. The logged value is then too large if ``W`` does
+not divide the number of rows. (Lightning 2.6.6, issue 21859; correct under ``"ddp_losses"``.) The sums of a rank must be read before
+Lightning reduces them in place: at the last batch of a validation, and at the end of a training epoch, or also at its last batch if another
+callback reads metrics earlier. The true mean is computed from the sums of all ranks at the end of the epoch. The logged value is read one
+stage later.
 
 Legend: ``W`` ranks.
 """
@@ -54,27 +55,28 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
-_WINDOW = 20  # steps, of which some may be biased
+_WINDOW = 20  # number of recent steps among which biased ones are counted
 _HISTORY = 10_000
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LossCheck(RankCheck, default=True):
-    """Every rank has a loss, finite, not zero from the start, of elements with equal weight. Logged values are those of all ranks.
+    """Checks that every rank has a finite loss with equally weighted elements, and that logged values are reduced over all ranks.
 
-    Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56, F79 and F82. Keeps
-    every rank's loss in ``history`` and, if there is a log folder, in ``losses_by_rank.csv``. ``DDPChecks(log_figures=True)`` sends
-    them to the loggers too, as often as Lightning logs (``ddp_checks/rank_0_loss``; with more than 8 ranks the smallest and largest).
+    A loss that is exactly zero from the first step is also a fault. The check covers F30 (between ranks, and as a note between accumulated
+    micro-batches), F31, F35, F46, F55, F56, F79 and F82. The losses of all ranks are stored in ``history`` and, if there is a log folder,
+    in ``losses_by_rank.csv``. With ``DDPChecks(log_figures=True)`` they are also sent to the loggers, at Lightning's logging interval
+    (``ddp_checks/rank_0_loss``; with more than 8 ranks only the smallest and largest).
 
     Args:
         zero_steps: Number of first steps after which a loss that was exactly zero in all of them is reported.
-        bias: Allowed ratio of an element's weight on two ranks (1.1 is 10%), reported after three steps of 20, or in two micro-batches of
+        bias: Allowed ratio of an element's weight on two ranks (1.1 is 10%), reported after three of 20 steps, or in two micro-batches of
             an accumulation window, reported once.
         file: If True, write ``losses_by_rank.csv``.
-        **options: As ``RankCheck``.
+        **options: Same as in ``RankCheck``.
 
-    Communication: 88 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates. A few numbers at
-        the start and end of an epoch and of validation.
+    Communication: 88 bytes in the handshake before backward, and 16 for each accumulated micro-batch. A few numbers at the start and end
+        of an epoch and of validation.
 
     Example:
         >>> checks = DDPChecks([LossCheck(bias=1.5, file=False)])
@@ -88,7 +90,7 @@ class LossCheck(RankCheck, default=True):
     file: bool = True
 
     def _forget(self) -> None:
-        self._replaces_step = False  # of the strategy
+        self._replaces_step = False  # whether the strategy's training_step is replaced
         self._history = LossHistory(file=self.file)
         self._is_missing = False  # training_step returned None
         self._reader = LossReader()
@@ -97,7 +99,7 @@ class LossCheck(RankCheck, default=True):
 
     @property
     def history(self) -> list[tuple[int, tuple[float, ...]]]:
-        """Step and the loss of each rank, of the latest 10,000 steps of the latest fit."""
+        """Number and losses of all ranks for each of the last 10,000 steps of the latest fit."""
         return list(self._history.losses)
 
     # ------------------------------------------------------------------ observe
@@ -111,7 +113,7 @@ class LossCheck(RankCheck, default=True):
         self._reader = LossReader(is_divided=divides, compares_rows=compares_rows, has_windows=has_windows)
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
-            # on the strategy: Lightning's loop calls the module through it, wrapped or not
+            # Lightning's loop calls the module through the strategy, whether it is wrapped or not
             original = strategy.training_step
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -124,10 +126,10 @@ class LossCheck(RankCheck, default=True):
             self._replaces_step = True
 
     def _sync_without_loss(self) -> None:
-        """Exchange the row of a rank that returned None with its peers. Lightning alone would stop this rank only."""
+        """Exchange the row of a rank that returned None with its peers. Without this, Lightning would stop only this rank."""
         if not self.runner.synchronising:
             return
-        # peers that wait in the strategy's handshake get the error there
+        # peers that wait in the strategy's handshake receive the error there
         if self.runner.rows_in_strategy_handshake:
             missing = Finding.of("F35", ranks=(process_groups.rank(),), name="loss")
             finding = replace(missing, check=self.title, step=self.runner.step, moment="training_step")
@@ -141,12 +143,12 @@ class LossCheck(RankCheck, default=True):
         self._is_missing = False
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remember logged sums before they are reduced."""
+        """Store logged sums before they are reduced."""
         if trainer.validating or trainer.testing or trainer.is_last_batch:
             self._values.see_batch_end(trainer)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Give the strategy its method back and close the file."""
+        """Restore the strategy's method and close the file."""
         if self._replaces_step:
             vars(trainer.strategy).pop("training_step", None)
         vars(self).pop("_results", None)
@@ -155,7 +157,7 @@ class LossCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ facts
 
     def _read_losses(self) -> Numbers:
-        """Return the losses of the step before. At the first step, which shows most faults, those of that step."""
+        """Return the losses of the previous step. At the first step, which reveals most faults, return its own losses."""
         self._reader.read(self.runner.step if self.runner.steps else math.inf)
         return self._numbers()
 
@@ -173,13 +175,13 @@ class LossCheck(RankCheck, default=True):
         return {"is_missing": is_missing, "keys": keys, **self._reader.numbers(), **options}
 
     def _see_losses(self, columns: Columns) -> None:
-        """Keep the losses of all ranks, and add the number of biased steps."""
+        """Store the losses of all ranks, and add a column with the number of biased steps."""
         step = max(columns["step"])
         if step >= 0:
             self._history.add(self.runner, step, list(columns["loss"]))
             if not any(columns["is_missing"]):
                 self._biased.append(has_biased_weights(columns))
-            if any(columns["micro_batches"]) and uneven_micro_batches(columns):  # is reported now, and once
+            if any(columns["micro_batches"]) and uneven_micro_batches(columns):  # reported now, and only once
                 self._reader.stop_windows()
         columns["biased_steps"] = [sum(self._biased)]
 
@@ -228,7 +230,7 @@ class LossCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ findings and figures
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return the logged names of this rank with their lines, or its values."""
+        """Return the names that this rank logs with their source lines, or its logged values."""
         if finding.fault == "F46":
             lines = self.runner.epoch_ends.lines
             return {name: lines.get(name, "") for name in self._values.keys}
@@ -252,13 +254,13 @@ class LossCheck(RankCheck, default=True):
 
 
 class LossHistory:
-    """Keeps the losses of all ranks in a fit, writes them to a file on rank 0, and sends them to the loggers.
+    """Stores the losses of all ranks in a fit, writes them to a file on rank 0, and sends them to the loggers.
 
     Args:
         file: If True, write ``losses_by_rank.csv``.
 
     Attributes:
-        losses: Step and the loss of each rank, of the latest 10,000 steps.
+        losses: Number and losses of all ranks for each of the last 10,000 steps.
     """
 
     def __init__(self, *, file: bool) -> None:
@@ -271,7 +273,7 @@ class LossHistory:
         """Add the losses of one step."""
         self.losses.append((step, tuple(losses)))
         self._send_to_loggers(runner, step, losses)
-        # one rank writes, if there is a folder and more than one loss
+        # only one rank has a file to write, and a single loss is not written
         if not self._file or len(losses) == 1:
             return
         if self._stream is None:
@@ -283,12 +285,12 @@ class LossHistory:
         self._stream.write(",".join([str(step), *map(repr, losses)]) + "\n")
 
     def _send_to_loggers(self, runner: CheckRunner, step: int, losses: list[float]) -> None:
-        """Send each rank's loss as often as Lightning logs. With many ranks the smallest and the largest."""
-        # an option of the Trainer, which its type does not show
+        """Send the loss of each rank at Lightning's logging interval. With many ranks, send only the smallest and largest."""
+        # this attribute is missing in the Trainer's type annotations
         every: int = getattr(runner.trainer, "log_every_n_steps", 0)
         if not every:
             return
-        # the check may look at fewer steps than Lightning logs: it sends the first one after each of those
+        # the check may read fewer steps than Lightning logs, so it sends the first step that it reads after each logged one
         before, self._logged = self._logged, (step + 1) // every
         if self._logged == (step // every if before is None else before):
             return
@@ -312,29 +314,29 @@ class LoggedValues:
 
     Attributes:
         keys: Names that this rank logs and reduces.
-        local_values: Values that this rank logs alone.
+        local_values: Values that this rank logs without reduction.
     """
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        self._hash, self._logged = 0, (0, 0)  # of the keys, and the values whose keys they are
+        self._hash, self._logged = 0, (0, 0)  # hash of the keys, and the values that were hashed
         self.local_values: dict[str, float] = {}
         self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
-        # means of the last epoch that may be floored: sum and rows of each rank. The same on every rank
+        # sums and rows of all ranks for the means of the last epoch that may be floored, equal on all ranks
         self._true_means: Columns = {}
 
     # ------------------------------------------------------------------ names
 
     def hash_keys(self, results: Any) -> int:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-        logged = id(results), len(results)  # names are never taken out
+        logged = id(results), len(results)  # names are never removed
         if logged != self._logged:
             self._logged = logged
             self._keep_keys(results.items())
         return self._hash
 
     def _hash_keys_of_epoch(self, results: Any) -> int:
-        """Return the same of the names that were logged in this epoch."""
+        """Return the same hash for the names that were logged in this epoch."""
         self._logged = 0, 0
         self._keep_keys((key, value) for key, value in results.items() if not value.has_reset)
         return self._hash
@@ -346,16 +348,16 @@ class LoggedValues:
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
     def see_batch_end(self, trainer: Trainer) -> None:
-        """Remember numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
+        """Copy the numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
         validation = trainer.validating or trainer.testing
         for key, result in _results_of_epoch(trainer, validation=validation).items():
             if _is_global_mean(result) and not compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
     def numbers_of_one_rank(self, trainer: Trainer, *, validation: bool = False) -> dict[str, int]:
-        """Return a hash of the values that are not reduced, of all hooks of the epoch. Keep the names that are.
+        """Return a hash of the values that no hook of the epoch reduces, and store the names of reduced values.
 
-        Values that decide are left out: they are compared once they are there for the callbacks that watch them.
+        Monitored values are excluded. They are compared when they are available to the callbacks that monitor them.
         """
         results = _results_of_epoch(trainer, validation=validation)
         values = _values_of_one_rank(results)
@@ -366,7 +368,7 @@ class LoggedValues:
         return {"local_values": hash_text("; ".join(map(repr, values.items())))}
 
     def numbers_of_epoch(self, results: Any) -> dict[str, Any]:
-        """Return hashes of the names that are reduced and of the names of means, then sum and rows of each."""
+        """Return hashes of all reduced names and of the names of means, and the sum and number of rows of each mean."""
         keys = self._hash_keys_of_epoch(results)
         sums = dict(sorted(self._sums(results)))
         numbers: dict[str, Any] = {"keys": keys, "names": hash_text("; ".join(sums))}
@@ -376,21 +378,21 @@ class LoggedValues:
         return numbers
 
     def _sums(self, results: Any) -> Iterator[tuple[str, tuple[float, float]]]:
-        """Yield names with the sum of their values, each times its rows, and the number of rows."""
+        """Yield each name with the sum of its values weighted by their rows, and the number of rows."""
         for key, result in results.items():
             rows = self._rows_before.pop(key, None)
             if not _is_global_mean(result):
                 continue
             if not compat.is_reduced(result):
                 rows = result.cumulated_batch_size
-            elif rows is None or "batch_end" in result.meta.fx:  # more was logged since it was remembered
+            elif rows is None or "batch_end" in result.meta.fx:  # more rows were logged after the copy
                 continue
             yield compat.epoch_name(results, result), (float(result.value), float(rows))
 
     def keep_true_means(self, columns: Columns) -> None:
-        """Remember sums and rows of all ranks, of the means that may be floored: ``W`` does not divide their rows."""
+        """Store sums and rows of all ranks for each mean that may be floored because ``W`` does not divide its rows."""
         self._true_means = {}
-        if len(set(columns["names"])) > 1:  # different names per rank: they cannot be lined up
+        if len(set(columns["names"])) > 1:  # ranks have different names, which cannot be matched
             return
         for column, rows in columns.items():
             if column.startswith(ROWS) and sum(rows) % len(rows):
@@ -398,7 +400,7 @@ class LoggedValues:
                 self._true_means |= {SUM + name: columns[SUM + name], ROWS + name: rows}
 
     def logged_numbers(self, trainer: Trainer) -> dict[str, Any]:
-        """Return the means that may be floored, a hash of the monitored names, then each of their values. An empty list is no value."""
+        """Return means that may be floored, a hash of the monitored names, and their values (an empty list if not logged)."""
         numbers: dict[str, Any] = {}
         for column in self._true_means:
             if column.startswith(SUM):
@@ -411,7 +413,7 @@ class LoggedValues:
         return numbers
 
     def add_true_means_(self, columns: Columns) -> None:
-        """Add the sums and rows of the last epoch, once."""
+        """Add columns with the sums and rows of the last epoch, and reset them."""
         columns |= self._true_means
         self._true_means = {}
 
@@ -422,7 +424,7 @@ def _results_of_epoch(trainer: Trainer, *, validation: bool = False) -> Any:
 
 
 def _values_of_one_rank(results: Any) -> dict[str, float]:
-    """Return the values that each rank logs alone, without ``sync_dist``, so that the log shows those of rank 0."""
+    """Return the values that are logged without ``sync_dist``, of which only rank 0's appear in the log."""
     found: dict[str, float] = {}
     for result in results.values():
         meta = result.meta
@@ -443,8 +445,8 @@ def _is_global_mean(result: Any) -> bool:
 
 
 def _monitored_names(trainer: Trainer) -> list[str]:
-    """Return the names of the values that decide on checkpoints, early stopping or learning rates."""
-    if trainer.state.fn != "fit":  # they decide on training alone
+    """Return the names of values that control checkpoints, early stopping or learning rates."""
+    if trainer.state.fn != "fit":  # they have an effect only in training
         return []
     monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     monitors += [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
@@ -452,7 +454,7 @@ def _monitored_names(trainer: Trainer) -> list[str]:
 
 
 def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
-    """Return this rank's values that decide. None for a value that is not logged."""
+    """Return the monitored values of this rank, with None for a value that is not logged."""
     found: dict[str, float | None] = {}
     for name in _monitored_names(trainer):
         value = trainer.callback_metrics.get(name)
@@ -462,7 +464,7 @@ def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
 
 
 def _name_keys(finding: Finding, lines_by_rank: Sequence[dict[str, str]]) -> Finding:
-    """Name the keys that only some ranks log, with the line of the first one of each rank."""
+    """Name the keys that only some ranks log, with the source line of the first such key on each rank."""
     common = set.intersection(*map(set, lines_by_rank))
     only_some: set[str] = set()
     values = []
@@ -477,7 +479,7 @@ def _name_keys(finding: Finding, lines_by_rank: Sequence[dict[str, str]]) -> Fin
 
 
 def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -> Finding:
-    """Name the values that ranks log alone and that differ."""
+    """Name the values that are logged without reduction and differ between ranks."""
     names = list(findings.differing_columns(values_by_rank))[: findings.MOST_NAMES]
     shown = tuple(", ".join(f"{values.get(name, math.nan):.6g}" for name in names) for values in values_by_rank)
     return Finding.of("F56", name=", ".join(names), values=shown, shown=findings.shown_names(names))

@@ -1,11 +1,11 @@
 """The losses of one rank: value, weight of each element, and the micro-batches of an accumulation window.
 
-The copy of a loss to the host starts at once and is read in the next step, so that reading it does not wait for a device.
+The copy of a loss to the host starts immediately and is read in the next step, so that reading it does not wait for a device.
 
 The weight of one element of a rank's batch in its loss is read from the autograd graph, from the loss down to its reductions. DDP averages
-over ranks, so elements count equally on all ranks only if this weight is equal there. A mean over 3 targets on one rank and over 1 on
-another is a mean of means. A sum divided by the number of all ranks' targets is not. Numbers on an accelerator are copied without waiting
-(``LateNumber``), and ``read_weights`` reads them later.
+over ranks, so elements count equally only if this weight is equal on all ranks. If one rank averages over 3 targets and another over 1, the
+result is a mean of means. This does not happen if a sum is divided by the number of targets of all ranks. Numbers on an accelerator are
+copied without waiting (``LateNumber``), and ``read_weights`` reads them later.
 
 Legend: ``M`` micro-batches of a window.
 """
@@ -32,8 +32,8 @@ _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias
 _MAX_NODES = 64
 _MEAN, _SUM = 1, 2  # torch's codes
 Number: TypeAlias = "float | LateNumber"
-_MOST = 64  # micro-batches of a window that are looked at
-_EQUAL = 1e-6  # relative: weights in half precision are computed in float32
+_MOST = 64  # largest number of micro-batches that are compared
+_EQUAL = 1e-6  # relative tolerance: weights in half precision are computed in float32
 
 
 # ---------------------------------------------------------------------- weights of elements
@@ -46,9 +46,9 @@ class ElementWeight:
     Attributes:
         weight: Weight of one element in the loss.
         elements: Number of elements.
-        is_masked: True if a mask picked the elements (as PML picks tuples with a loss).
-        kind: ``local`` for elements of this rank, ``global`` for those of all ranks, ``unknown`` for a term without a readable
-            reduction, which has no figures.
+        is_masked: True if a mask selected the elements (PML selects tuples with a nonzero loss in this way).
+        kind: ``local`` for elements of this rank, ``global`` for elements of all ranks, ``unknown`` for a term whose reduction cannot be
+            read. For the latter, weight and elements are 0.
     """
 
     weight: Number
@@ -62,7 +62,10 @@ _NO_WEIGHT = ElementWeight(0.0, 0.0)
 
 
 def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
-    """Return the weights with all numbers on the host. A mean over no elements is infinitely heavy, an unreadable term is unknown."""
+    """Return the weights with all numbers on the host.
+
+    A mean over zero elements of all ranks has infinite weight. A term that cannot be read is ``unknown``.
+    """
     found = []
     for each in weights:
         weight, elements = float(each.weight), float(each.elements)
@@ -76,9 +79,9 @@ def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
 
 
 def element_weights(loss: Tensor) -> list[ElementWeight]:
-    """Return the reductions of a scalar loss, in graph order. An unknown one for each other operation."""
+    """Return the reductions of a scalar loss in graph order, with kind ``unknown`` for each other operation."""
     found: list[ElementWeight] = []
-    # nodes of the graph, each with the factor that lies between it and the loss
+    # nodes of the graph, each with the product of the factors between the node and the loss
     queue: list[tuple[Any, Number]] = [(loss.grad_fn, 1.0)]
     for node, factor in queue:
         if node is None:
@@ -91,11 +94,11 @@ def element_weights(loss: Tensor) -> list[ElementWeight]:
             continue
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         parents = [parent for parent, _ in node.next_functions]
-        sums = parents[:1] if name == "Sum" else []  # below a sum
+        sums = parents[:1] if name == "Sum" else []  # operand of a sum
         if name == "Add" or name in _PASSED:
-            # torch's alpha= is left out: it is the same on all ranks
+            # torch's alpha= is ignored, because it is equal on all ranks
             queue += [(parent, factor) for parent in parents]
-        elif attaches_zero_grad(node):  # its other children get zeros only
+        elif attaches_zero_grad(node):  # its other children receive only zeros
             queue.append((parents[0], factor))
         elif name == "Sub":
             queue += list(zip(parents, (factor, -factor), strict=False))
@@ -115,9 +118,9 @@ def element_weights(loss: Tensor) -> list[ElementWeight]:
 
 
 def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
-    """Return the divisors that a loss over the rows of all ranks has noted. An empty list for any other node."""
+    """Return the divisors recorded by a loss over the rows of all ranks, or an empty list for any other node."""
     parts = noted_parts(node)
-    if type(node).__name__.startswith("SelectBackward"):  # one of several means
+    if type(node).__name__.startswith("SelectBackward"):  # selects one of several means
         parent, index = node.next_functions[0][0], compat.saved_by_node(node, "index")
         parts = None if parent is None else noted_parts(parent)
         parts = parts and [parts[index % len(parts)]]
@@ -132,7 +135,7 @@ def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
 
 
 def _through_product(node: Any, name: str, parents: list[Any], factor: Number) -> list[tuple[Any, Number]]:
-    """Follow a product with, or a quotient by, one number."""
+    """Follow a product with a number or a quotient by a number. Return an empty list for other products."""
     number = _as_number(compat.saved_by_node(node, "other"))
     with_graph = [parent for parent in parents if parent is not None]
     if not number or len(with_graph) != 1:
@@ -141,7 +144,7 @@ def _through_product(node: Any, name: str, parents: list[Any], factor: Number) -
 
 
 def _reduction(node: Any, name: str, parents: list[Any], factor: Number) -> ElementWeight | None:
-    """Read a mean or a sum, or a loss of torch's that ends in one. None for any other node."""
+    """Read a mean, a sum, or a torch loss with such a reduction. Return None for any other node."""
     is_masked = any(type(parent).__name__.startswith(("IndexBackward", "MaskedSelect")) for parent in parents)
     if name in ("Mean", "Sum"):
         is_mean = name == "Mean"
@@ -164,7 +167,7 @@ def _reduction(node: Any, name: str, parents: list[Any], factor: Number) -> Elem
 
 
 def _as_number(value: Any) -> Number | None:
-    """Return a number that autograd has saved, as it is or in a tensor. None for anything else."""
+    """Return a number that autograd has saved, either directly or in a tensor, or None for any other value."""
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
@@ -173,7 +176,7 @@ def _as_number(value: Any) -> Number | None:
         return LateNumber.of(value)
     if not compat.is_in_dispatch_mode():
         return float(value)
-    # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails (torch 2.13)
+    # torch unwraps a wrapped Python number before passing it to a dispatch mode, which then fails (torch 2.13)
     with compat.without_dispatch_modes():
         return float(value)
 
@@ -187,7 +190,7 @@ class LossReader:
     Args:
         is_divided: True if Lightning divides a loss by the number of micro-batches.
         compares_rows: True if the module has a loss that compares rows of this rank.
-        has_windows: True if micro-batches are compared. A loss that compares rows is no mean over several of them.
+        has_windows: True if micro-batches are compared. A loss that compares rows is not a mean over several micro-batches.
 
     Attributes:
         pending: Losses that have not been read yet: optimizer steps before each, and the function that reads it.
@@ -195,7 +198,7 @@ class LossReader:
 
     def __init__(self, *, is_divided: bool = True, compares_rows: bool = False, has_windows: bool = False) -> None:
         self.pending: list[tuple[int, Callable[[], None]]] = []
-        # read since the last row. Among several losses, one that was not finite stays until it is reported
+        # values read since the last row. A loss that is not finite is kept until it is reported, even if other losses follow
         self._loss, self._bad_batch, self._step, self._zero_steps = math.nan, -1, -1, 0
         self._weights: list[ElementWeight] = []
         self._is_divided, self._compares_rows = is_divided, compares_rows
@@ -206,14 +209,14 @@ class LossReader:
         """Start to copy the loss and its reductions to the host."""
         batch_idx, accumulated = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
         window = trainer.current_epoch, batch_idx // accumulated
-        # the factor undoes accumulation's division
+        # this factor undoes the division for accumulation
         factor = 1.0
         if module.automatic_optimization and self._is_divided:
             factor *= accumulated
         is_scaled = loss is not getattr(trainer.strategy, "closure_loss", None)
-        # the graph is gone when the loss is read. Outside a window a mean over no elements is an error
+        # the graph no longer exists when the loss is read. Outside a window, a mean over zero elements is an error
         asks = not self._is_divided
-        if loss.device.type == "cpu":  # the value is at hand
+        if loss.device.type == "cpu":  # the value is available without waiting
             asks = not math.isfinite(float(loss.detach()))
         may_be_nan = asks and counts_nothing(loss)
         copied, scale = HostCopy(loss), send_gradient_scale(trainer) if is_scaled else HostNumbers([])
@@ -225,10 +228,10 @@ class LossReader:
             value = float(copied.read()) * unscaled
             if self._bad_batch < 0:
                 self._loss, self._step = value, step
-                # not finite by the scale: the scaler will skip this step on every rank. A mean over no elements has no effect
+                # ignore an overflow due to the scale, for which the scaler skips the step on every rank, and a mean over zero elements
                 if not (math.isfinite(value) or (scales and math.isinf(value)) or may_be_nan):
                     self._bad_batch = batch_idx
-            # zero in every step so far
+            # count steps as long as the loss has been zero in every step
             self._zero_steps = self._zero_steps + 1 if value == 0 and self._zero_steps >= 0 else -1
             found = read_weights(weights)
             local = [weight for weight in found if weight.kind == "local"]
@@ -240,7 +243,7 @@ class LossReader:
         self.pending.append((step, read))
 
     def read(self, before: float) -> None:
-        """Read the losses of steps before this one, which have long arrived.
+        """Read the losses of steps before ``before``, whose copies have been completed.
 
         Args:
             before: Number of the step. Infinity for all losses.
@@ -250,18 +253,18 @@ class LossReader:
             read()
 
     def numbers(self) -> dict[str, Any]:
-        """Return what was read since the last call.
+        """Return the numbers read since the last call.
 
         Returns:
-            ``loss``: value of the loss. Among several batches of a step, the first that is not finite, else the last.
-            ``bad_batch``: first batch of this step with a loss that was not finite. -1 for none.
-            ``weight``, ``elements``: weight of one element in the first reduction of the loss, 0 if it is not known, and their number.
+            ``loss``: value of the loss. For several batches in a step, the first loss that is not finite, otherwise the last one.
+            ``bad_batch``: first batch of this step with a loss that was not finite. -1 if all losses were finite.
+            ``weight``, ``elements``: weight of one element in the first reduction of the loss, 0 if not known, and number of elements.
             ``second_weight``: weight of one element in the second reduction.
-            ``zero_steps``: steps with a loss of exactly zero since the start. -1 after any other loss.
-            ``step``: step of the loss and of all that is read from it. -1 for none.
+            ``zero_steps``: number of steps with a loss of exactly zero since the start. -1 after any other loss.
+            ``step``: step of the loss and of the other numbers. -1 if no loss was read.
             ``micro_batches``, ``divisors``: values and divisors of the micro-batches of a window.
         """
-        # the two reductions next to the loss are enough: a loss is rarely the sum of more
+        # the first two reductions are enough, because a loss is rarely a sum of more than two
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
         values: list[float] = []
         divisors: list[float] = []
@@ -282,7 +285,7 @@ class LossReader:
         return numbers
 
     def stop_windows(self) -> None:
-        """Compare no more micro-batches: a window was reported."""
+        """Stop comparing micro-batches after a window was reported."""
         self._micro_batches = None
 
 
@@ -295,7 +298,7 @@ def is_divided(trainer: Trainer) -> bool:
 
 
 class MicroBatches:
-    """Remembers this rank's micro-batches of the current window."""
+    """Stores this rank's micro-batches of the current window."""
 
     _window: object = None
 
@@ -303,27 +306,27 @@ class MicroBatches:
         """Add a micro-batch.
 
         Args:
-            window: Identity of its window. Another one than before begins with this micro-batch.
+            window: Identity of its window. If it differs from the previous one, a new window begins with this micro-batch.
             value: Value that ``training_step`` returned.
-            weights: Reductions of the back-propagated loss, read.
-            factor: Factor between the two, which undoes Lightning's division and the scaler's factor.
+            weights: Reductions of the loss that is back-propagated, with their numbers on the host.
+            factor: Ratio of ``value`` to that loss, which undoes Lightning's division and the scaler's factor.
         """
         if window != self._window:
             self._window, self._is_known = window, True
             self._values: list[float] = []
-            self._divisors: list[list[float]] = []  # of each micro-batch: one for each of its reductions that is known
+            self._divisors: list[list[float]] = []  # for each micro-batch, the divisors of its known reductions
         self._values.append(value)
         sizes = [abs(float(weight.weight) * factor) for weight in weights if weight.kind != "unknown"]
         self._divisors.append([1.0 / size if size else math.nan for size in sizes])
         self._is_known &= len(sizes) == len(weights)
 
     def numbers(self) -> tuple[list[float], list[float]]:
-        """Return M values and M divisors. Both are empty if a window is one micro-batch, or divisors are not known."""
+        """Return M values and M divisors. Both are empty if the window has one micro-batch, or divisors are not known."""
         number = len(self._values)
         reductions = {len(divisors) for divisors in self._divisors}
         if not 1 < number <= _MOST or len(reductions) > 1 or reductions == {0}:
             return [], []
-        # a column for each reduction. The one that differs most decides
+        # each column contains the divisors of one reduction. Use the column with the largest spread
         columns = list(zip(*self._divisors, strict=True))
         divisors = max(columns, key=spread)
         is_whole = all(spread(column) < 1 + _EQUAL or _in_proportion(column, divisors) for column in columns)

@@ -1,4 +1,4 @@
-"""`OptimizerCheck`: the optimizers hold all trained parameters, with equal settings and equal steps on every rank."""
+"""`OptimizerCheck`: the optimizers contain all trained parameters, with equal settings and equal steps on every rank."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, 
 
 
 class OptimizerCheck(RankCheck, default=True):
-    """Optimizers hold each trained parameter once, with equal settings, scales and steps on all ranks, and their steps change something.
+    """Checks that optimizers contain each trained parameter once and that their settings, scales and steps are equal on all ranks.
 
-    A step is judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait
-    for a device. The finding names its step.
+    Steps must also change parameters. A step is judged in the next step, before a checkpoint is saved and at the end of training
+    (``runner``), so that the check does not wait for a device. The finding names the step that it is about.
 
-    Covers F01 (a parameter with a gradient in no optimizer), F02 (an unregistered one), F03 (memory shared under spawn), F14 (a
-    step skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings, restored state), and
-    steps without an effect.
+    Covers F01 (a parameter with a gradient that is not in any optimizer), F02 (an unregistered parameter), F03 (memory shared under
+    spawn), F14 (a step skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings, restored state), and steps
+    without an effect.
 
     Args:
         every_n_steps: Same as in ``RankCheck``.
@@ -47,12 +47,12 @@ class OptimizerCheck(RankCheck, default=True):
     needs_peers = False
 
     def _forget(self) -> None:
-        self._settings: list[dict[str, Any]] = []  # that were judged
+        self._settings: list[dict[str, Any]] = []  # the settings that were judged last
         self._before: dict[str, int] | None = None  # fingerprints before the first step
         self._steps_seen = 0
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Remember the parameters before the first step, which should change them."""
+        """Store fingerprints of the parameters before the first step, which should change them."""
         if self._before is not None:
             return
         moving = {name: p for name, p in self.runner.replicated_parameters().items() if _has_gradient(p)}
@@ -61,7 +61,7 @@ class OptimizerCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ facts
 
     def _read_start(self) -> Numbers:
-        """Look for parameters that optimizers hold wrongly, and return the numbers that must be equal."""
+        """Look for parameters that should not be in an optimizer, and return the numbers that must be equal."""
         trainer = self.runner.trainer
         settings, scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
         self._find_misplaced(trainer, self.runner.module)
@@ -69,10 +69,10 @@ class OptimizerCheck(RankCheck, default=True):
         return self._numbers(settings, scale, state=state)
 
     def _read_step(self) -> Callable[[], Numbers]:
-        """Look, once, for parameters that no optimizer holds, and return the numbers of a step."""
+        """Look, once, for parameters that are not in any optimizer, and return the numbers of a step."""
         trainer = self.runner.trainer
         settings, scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
-        if self._steps_seen == 0:  # looking at all gradients waits for the device: once is enough
+        if self._steps_seen == 0:  # done only once, because reading all gradients waits for the device
             self._find_forgotten(trainer, self.runner.module)
         before, now = list[int](), HostNumbers([])
         if self._steps_seen < 2 and self._is_second_step(trainer) and self._before:
@@ -95,11 +95,11 @@ class OptimizerCheck(RankCheck, default=True):
         stepped: int = 0,
         stood_still: bool = False,
     ) -> Numbers:
-        """Return the numbers that must be equal, and keep the settings for the explanation.
+        """Return the numbers that must be equal, and store the settings for the explanation.
 
         Args:
             settings: Settings of the optimizers.
-            scale: Gradient scale. No number without a scaler.
+            scale: Gradient scale. Empty without a scaler.
             state: Hash of the tensors in the optimizers' states, at the start of training.
             stepped: Number of optimizers that made a step.
             stood_still: True if two steps changed no parameter.
@@ -109,22 +109,22 @@ class OptimizerCheck(RankCheck, default=True):
         return {**numbers, "state": state, "stepped": stepped, "stood_still": stood_still}
 
     def _is_second_step(self, trainer: Trainer) -> bool:
-        """Return whether this is the second step, and the two should have changed something."""
+        """Return whether this is the second step, and the two steps should have changed parameters."""
         if not self.runner.batch.stepped or self._before is None:
             return False
         self._steps_seen += 1
         if self._steps_seen == 1:
             return False
-        # with a rate of zero, a step has no effect by intent
+        # if a learning rate is zero, the step is not expected to have an effect
         rates = [group.get("lr", 1.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         return min(map(float, rates), default=1.0) > 0
 
     def _state(self, trainer: Trainer) -> int:
-        """Return a hash of the tensors in the optimizers' states (there are some after a restart)."""
+        """Return a hash of the tensors in the optimizers' states, which are not empty after a restart."""
         replicated = {id(parameter) for parameter in self.runner.replicated_parameters().values()}
         found: list[int] = []
         for optimizer in trainer.optimizers:
-            if "ZeroRedundancy" in type(optimizer).__name__:  # each rank holds its part
+            if "ZeroRedundancy" in type(optimizer).__name__:  # each rank stores a different part
                 return 0
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -142,7 +142,7 @@ class OptimizerCheck(RankCheck, default=True):
     )
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return the settings."""
+        """Return the settings of this rank."""
         return self._settings if finding.name == "settings" else None
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
@@ -161,7 +161,7 @@ class OptimizerCheck(RankCheck, default=True):
             self.add(fault, "optimizer", name=", ".join(names[:MOST_NAMES]), shown=shown_names(names))
 
     def _find_misplaced(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find parameters that optimizers hold and should not, hold twice, or hold in memory that ranks share."""
+        """Find parameters in optimizers that are unregistered, occur twice, or are in memory that ranks share."""
         names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
         is_spawned = compat.start_method(trainer.strategy) == "spawn"
         unregistered: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ class OptimizerCheck(RankCheck, default=True):
             if id(parameter) in seen:
                 twice.append(name)
             seen.add(id(parameter))
-        # the paths of unregistered ones, as the user would write them. The search is slow
+        # find the paths of unregistered parameters in the user's notation. The search is slow
         paths: dict[int, str] = {}
         if unregistered:
             paths = {id(parameter): path for path, parameter in _hidden_parameters(module)}
@@ -186,14 +186,14 @@ class OptimizerCheck(RankCheck, default=True):
         self._add("TWICE", twice)
 
     def _find_forgotten(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find parameters with a gradient that no optimizer holds. Copies without training have no gradient."""
+        """Find parameters with a gradient that are not in any optimizer. Copies that are not trained do not have gradients."""
         in_optimizers = {id(parameter) for _, parameter in optimizer_parameters(trainer)}
         named = module.named_parameters()
         self._add("F01", [name for name, p in named if id(p) not in in_optimizers and _has_gradient(p)])
 
 
 def _has_gradient(parameter: Tensor) -> bool:
-    """Return whether a parameter trains and has a gradient other than zero."""
+    """Return whether a parameter is trainable and has a nonzero gradient."""
     gradient = parameter.grad
     if not parameter.requires_grad or gradient is None:
         return False
@@ -210,7 +210,7 @@ def _state_tensors(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
 
 
 def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield parameters in places where the module does not register them, by path: in modules there, and tensors in its attributes."""
+    """Yield the parameters of unregistered modules and the tensors in the module's attributes, by path."""
     for path, inner in unregistered_modules(module, {}):
         yield from ((f"{path}.{name}", parameter) for name, parameter in inner.named_parameters())
     for key, value in vars(module).items():

@@ -1,10 +1,11 @@
-"""`ParameterSyncCheck`: every rank holds the same parameters, bit for bit, by name.
+"""`ParameterSyncCheck`: every rank has the same parameters, bit for bit, by name.
 
-The facts are a hash of names, shapes, dtypes and order, and one fingerprint of all parameters of a stage. At the start the ranges of the
-class shards follow. Parameters are compared one by one only if ranks differ.
+The facts are a hash of names, shapes, dtypes and order, and one fingerprint of the parameters that are compared at a stage. At the start
+the ranges of the class shards are added. Parameters are compared one by one only if ranks differ.
 
-Parts of a divided model may lie on several ranks (HSDP: ``fully_shard`` over a mesh of replicas x shards). Two facts are for them: a hash
-of the parts that the rank holds, and one fingerprint of their values. Ranks with the same first number must have the same second one.
+Parts of a divided model may be stored on several ranks (HSDP: ``fully_shard`` over a mesh of replicas x shards). They are compared with two
+numbers: a hash that identifies the parts of the rank, and one fingerprint of their values. Ranks with the same first number must have the
+same second number.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, st
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.strategies.fsdp_losses import replicated_dim
 
-_EQUAL = ("structure", "values", "place", "parts")  # on all ranks, unless parts have replicas
+_EQUAL = ("structure", "values", "place", "parts")  # equal on all healthy ranks, unless parts have replicas
 
 
 class SentFingerprints:
-    """Holds fingerprints of slices on their way to the host. Ranks compare one number, and single names only if it differs.
+    """Fingerprints of slices, whose copy to the host has been started.
+
+    Ranks compare one number, and compare the fingerprints by name only if it differs.
 
     Args:
         slices: Slices of tensors.
-        tensors: Those tensors by name.
+        tensors: The sliced tensors by name.
     """
 
     def __init__(self, slices: Sequence[replicas.TensorSlice], tensors: Mapping[str, Tensor]) -> None:
@@ -50,7 +53,7 @@ class SentFingerprints:
         self._numbers = start_fingerprints(each.of(tensors[each.name]) for each in slices)
 
     def combined(self) -> int:
-        """Return one number for all fingerprints, by their order."""
+        """Return one number for all fingerprints, which depends on their order."""
         return combine(self._numbers.read())
 
     def values(self) -> dict[str, list[int]]:
@@ -63,20 +66,21 @@ class SentFingerprints:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ParameterSyncCheck(RankCheck, default=True):
-    """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
+    """Checks that parameters are equal on all ranks, including values, names, order, shapes, dtypes, and whether they are trainable.
 
-    In a model that ``fully_shard`` divides, each part is compared between the ranks that hold it, if there are several.
+    In a model that ``fully_shard`` divides, each part is compared between the ranks that store it, if there are several.
 
-    Parameters after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the
+    Parameters after a step are judged in the next step, before a checkpoint is saved and at the end of training (``runner``), so that the
     check does not wait for a device. The finding names the step of its parameters.
 
-    Covers F04, F11, F12 and F16. Gradients and learning rates distinguish F05-F10 (a gradient that was not synchronised) from F14, F15
-    and F17 (optimizers that differ).
+    Covers F04, F11, F12 and F16. Gradients and learning rates are used to distinguish F05-F10 (a gradient that was not synchronised) from
+    F14, F15 and F17 (optimizers that differ).
 
     Args:
-        parts: Number of parts. Each step compares one of them, 1/``parts`` of the bytes. A small model has fewer parts.
-        full_every_n_steps: Period of a pass over all parameters. Such a pass is also at the start, after the first step, and at the end.
-        **options: As ``RankCheck``.
+        parts: Number of parts. Each step compares one part, 1/``parts`` of the bytes. A small model has fewer parts.
+        full_every_n_steps: Number of steps between passes over all parameters. All parameters are also compared at the start, after the
+            first step, and at the end.
+        **options: Same as in ``RankCheck``.
 
     Communication: 32 bytes in the shared gather, and three numbers for each class shard at the start.
 
@@ -91,17 +95,17 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._slices, self._structure = replicas.RotatingSlices(self.parts), 0
-        self._described: dict[str, Tensor] | None = None  # parameters with that structure
-        # parts that several ranks hold, and a hash of those of this rank
+        self._described: dict[str, Tensor] | None = None  # parameters from which the structure was computed
+        # parts that several ranks store, and a hash that identifies the parts of this rank
         self._part_slices, self._place = replicas.RotatingSlices(self.parts), 0
         self._parts: dict[str, Tensor] = {}
-        # of the stage that is judged: parameters, fingerprints of slices and of parts, and knowledge that may explain a difference
+        # for the stage that is judged: parameters, fingerprints of slices and of parts, and data that may explain a difference
         self._parameters: Mapping[str, Tensor] = {}
         self._judged: tuple[SentFingerprints, SentFingerprints, StepState] | None = None
         self._is_first_step = True
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make the snapshot of DDP's state."""
+        """Create the shared snapshot of DDP's state."""
         self._snapshot = self.runner.shared(DDPSnapshot)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
@@ -121,7 +125,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         return {"structure": hash_lines(_descriptions(module, self._parameters, buffers=True))}
 
     def _read_start(self) -> Numbers | None:
-        """Return the numbers of all parameters, and first class, last class and number of classes of each class shard."""
+        """Return the numbers of all parameters, and for each class shard its first class, its end, and the number of classes."""
         self._find_parts(self.runner.module)
         numbers = self._read_all()
         if numbers is None:
@@ -131,14 +135,14 @@ class ParameterSyncCheck(RankCheck, default=True):
         return {**numbers, **ranges}
 
     def _read_all(self) -> Numbers | None:
-        """Return the numbers of all parameters. They are looked up once per batch only after a step."""
+        """Return the numbers of all parameters, which are looked up again."""
         trainer = self.runner.trainer
         if not replicas.is_replicated(trainer):
             return None
         return self._read(replicas.replicated_parameters(trainer, self.runner.module), is_full=True)()
 
     def _read_step(self) -> Callable[[], Numbers] | None:
-        """Return the numbers of the parameters whose turn it is."""
+        """Return the numbers of the parameters that are compared in this step."""
         parameters = self.runner.replicated_parameters()
         if not self.runner.parameters.is_replicated:
             return None
@@ -147,7 +151,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         return self._read(parameters, is_full=is_full)
 
     def _read(self, parameters: dict[str, Tensor], *, is_full: bool) -> Callable[[], Numbers]:
-        """Start to compute fingerprints. Return a function that returns a hash of the names, and one number for all fingerprints."""
+        """Start to compute fingerprints, and return a function for the structure hash and the combined fingerprints."""
         if parameters is not self._described:
             self._described = parameters
             self._structure = hash_lines(_descriptions(self.runner.module, parameters, buffers=False))
@@ -166,10 +170,10 @@ class ParameterSyncCheck(RankCheck, default=True):
         return read
 
     def _find_parts(self, module: LightningModule) -> None:
-        """Find the parts of divided parameters that other ranks hold too, while no parameter is gathered."""
+        """Find the parts of divided parameters that are also stored on other ranks. Parameters must not be gathered at this time."""
         divided = replicas.divided_parameters(self.runner.trainer)
         named = {name: p for name, p in module.named_parameters() if name in divided and replicated_dim(p) is not None}
-        # the objects and their memory stay, also while fully_shard has others in their place
+        # these objects and their memory remain valid while fully_shard replaces them with gathered parameters
         self._parts = {name: local_part(p.detach()) for name, p in named.items()}
         self._place = hash_lines([f"{name} {_place_of(p)}" for name, p in named.items()])
 
@@ -188,10 +192,10 @@ class ParameterSyncCheck(RankCheck, default=True):
         return {"place": 0, "values": sent.values(), **state.describe()}
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
-        """Name the parameters, and why they differ."""
+        """Add the names of the parameters, and the reasons for their differences."""
         if finding.name == "parameters":
             return [_name_first_difference(finding, texts)]
-        # by name, between the ranks that hold the same part: all ranks, unless parts have replicas
+        # compare by name between the ranks that store the same part, which are all ranks unless parts have replicas
         places = [state["place"] for state in texts]
         found = []
         for name, column in differing_columns([state["values"] for state in texts]).items():
@@ -217,7 +221,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
 
 def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
-    """Describe every parameter, class shard and, if asked, buffer in a line."""
+    """Describe every parameter and class shard, and with ``buffers`` every buffer, in a line."""
     lines = []
     for name, parameter in parameters.items():
         line = f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.device.type}"
@@ -234,9 +238,9 @@ def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, 
 
 
 def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
-    """Name the differences of the ranks' descriptions, by position."""
+    """Return the finding with the positions at which the descriptions of ranks differ."""
     columns = differing_columns([dict(enumerate(lines)) for lines in lines_by_rank])
-    # a rank with fewer lines has "nothing" there
+    # a rank with fewer lines has "nothing" at the remaining positions
     shown = [(position, [line or "nothing" for line in column]) for position, column in columns.items()]
     shown = shown[: findings.MOST_NAMES]
     values = ["; ".join(f"position {at}: {column[rank]}" for at, column in shown) for rank in range(len(lines_by_rank))]

@@ -1,4 +1,4 @@
-"""Parameters that must be equal on all ranks, by name, slices of them that are compared one step at a time, and fingerprints of slices."""
+"""Parameters that must be equal on all ranks, by name, and slices of them, a part of which is compared in each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _MIN_PART_BYTES = 1 << 20
 
 
 def is_replicated(trainer: Trainer) -> bool:
-    """Return whether ``replicated_parameters`` must be equal after every step: not under other FSDP, nor between local SGD's averages."""
+    """Return whether ``replicated_parameters`` must be equal after every step.
+
+    This is False for other FSDP strategies, and for local SGD, which averages parameters only at intervals.
+    """
     strategy = trainer.strategy
     if isinstance(strategy, ModelParallelLossStrategy):
         return True
@@ -32,21 +35,22 @@ def is_replicated(trainer: Trainer) -> bool:
 
 
 def divided_parameters(trainer: Trainer) -> frozenset[str]:
-    """Return the names of parameters that are divided over the ranks, also while they are gathered."""
+    """Return the names of parameters that are divided over the ranks, including parameters that are currently gathered."""
     strategy = trainer.strategy
     return strategy.divided_parameters if isinstance(strategy, ModelParallelLossStrategy) else frozenset()
 
 
 def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-    """Return the parameters of the module and of its optimizers that must be the same on all ranks, in their order.
+    """Return the parameters of the module and of its optimizers that must be equal on all ranks, in order.
 
-    Class shards, parameters that ``fully_shard`` divides, those that DDP ignores, and copies outside of both are left out.
+    Class shards, parameters that ``fully_shard`` divides, parameters that DDP ignores, and copies that are neither in the module nor in an
+    optimizer are excluded.
     """
     ignored = divided_parameters(trainer).union(getattr(module, DDP_IGNORES, ()))
     registered: list[tuple[str, Tensor]] = [
         (name, p) for name, p in module.named_parameters() if name not in ignored and not compat.is_ddp_ignored(p)
     ]
-    # further parameters of optimizers must be equal too
+    # additional parameters of optimizers must also be equal
     of_module = {id(parameter) for parameter in module.parameters()}
     unregistered = [(place, p) for place, p in optimizer_parameters(trainer) if id(p) not in of_module]
     return {name: parameter for name, parameter in registered + unregistered if _is_comparable(parameter)}
@@ -56,7 +60,7 @@ class ReplicatedParameters:
     """Caches ``replicated_parameters`` until modules, parameters, their layout or optimizers change.
 
     Attributes:
-        is_replicated: Whether they must be equal after every step. This and the next are known once training has started.
+        is_replicated: Whether they must be equal after every step. Set by ``current``, like ``divided``.
         divided: Names of parameters that are divided over the ranks.
     """
 
@@ -71,7 +75,7 @@ class ReplicatedParameters:
         self._found: dict[str, Tensor] = {}
 
     def current(self) -> dict[str, Tensor]:
-        """Return the parameters. The same dict until one of them, its shape, its dtype or its ``requires_grad`` changes."""
+        """Return the parameters, as the same dict until a parameter, its shape, its dtype or its ``requires_grad`` changes."""
         known, _ = self._structure()
         if known != self._known or not self._slots:
             self._slots = []
@@ -80,12 +84,12 @@ class ReplicatedParameters:
             self._found = replicated_parameters(self._trainer, self._module)
             self.is_replicated = is_replicated(self._trainer)
             self.divided = divided_parameters(self._trainer)
-            # kept alive, or another object could get the same id
+            # keep the objects alive, otherwise a new object could have the same id
             self._known, self._kept_alive = self._structure()
         return self._found
 
     def _structure(self) -> tuple[list[list[Any]], list[Any]]:
-        """Return ids, sizes and layouts that change with the structure, and the objects. It runs in every step, mostly in C."""
+        """Return ids, sizes and layouts that change with the structure, and the objects. Runs in every step, mostly in C code."""
         objects = [*chain.from_iterable(map(dict.values, self._slots))]
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
@@ -95,7 +99,7 @@ class ReplicatedParameters:
 
 
 def optimizer_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter of every optimizer, named by its place there."""
+    """Yield every parameter of every optimizer, named by its position in the optimizer."""
     for i, optimizer in enumerate(trainer.optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
@@ -112,7 +116,7 @@ def _is_comparable(parameter: Tensor) -> bool:
     return (
         shard_of(parameter) is None
         and not is_lazy(parameter)
-        # a tensor that consists of others: a DTensor differs by rank
+        # excludes tensor subclasses that wrap other tensors, because a DTensor differs between ranks
         and not hasattr(parameter.data, "__tensor_flatten__")
         and parameter.layout == torch.strided
         and not parameter.is_meta
@@ -131,7 +135,7 @@ class TensorSlice:
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the piece itself, a view."""
+        """Return the piece of the tensor as a view."""
         full = tensor.detach()
         size = self.stop - self.start
         if size == full.numel():
@@ -142,7 +146,7 @@ class TensorSlice:
 def dense_gradients(
     slices: Iterable[TensorSlice], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[TensorSlice, Tensor]]:
-    """Yield slices with their piece of the gradient, of parameters that have a dense one."""
+    """Yield slices with their piece of the gradient, for parameters with a dense gradient."""
     for each in slices:
         grad = parameters[each.name].grad
         if grad is not None and not grad.is_sparse and grad.numel():
@@ -150,7 +154,7 @@ def dense_gradients(
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:
-    """Split tensors into at most ``max_parts`` parts of about equal size in bytes, small models into fewer."""
+    """Split tensors into at most ``max_parts`` parts of about equal size in bytes. Small models have fewer parts."""
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     part_bytes = max(-(-total_bytes // max_parts), _MIN_PART_BYTES)
     parts: list[list[TensorSlice]] = [[]]
@@ -158,7 +162,7 @@ def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[Tens
     for name, tensor in tensors.items():
         start, size = 0, tensor.numel()
         while start < size:
-            # as many elements as the part has room for, at least one
+            # add as many elements as fit into the part, but at least one
             stop = min(size, start + max(1, free_bytes // tensor.element_size()))
             parts[-1].append(TensorSlice(name, start, stop))
             free_bytes -= (stop - start) * tensor.element_size()
@@ -170,7 +174,7 @@ def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[Tens
 
 
 class RotatingSlices:
-    """Chooses the slices of a step: one part after the other, so that the steps together cover all tensors.
+    """Selects the slices of a step. Parts are selected in turn, so that successive steps cover all tensors.
 
     Args:
         max_parts: Largest number of parts.
@@ -182,7 +186,7 @@ class RotatingSlices:
         self._parts: list[list[TensorSlice]] = [[]]
 
     def turn(self, tensors: dict[str, Tensor], number: int, *, is_full: bool = False) -> list[TensorSlice]:
-        """Return the slices of one step, or all of them. Another dict than before is split anew."""
+        """Return the slices of one step, or all slices. A dict that differs from the previous one is split first."""
         if tensors is not self._tensors:
             self._tensors = tensors
             self._parts = split_by_bytes(tensors, self._max_parts)

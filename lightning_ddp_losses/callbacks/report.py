@@ -1,7 +1,7 @@
-"""Where findings go: the error or warning, a file of JSON lines, the logger's counters, and a table at the end of the fit.
+"""Reports of findings: errors and warnings, a file of JSON lines, counters for the logger, and a table at the end of the fit.
 
-Each fit has separate files next to its checkpoints, in the run's folder. If the folder has files of another fit (no logger, the same
-version again, a second fit), the new ones get a number.
+Each fit has separate files next to its checkpoints, in the run's folder. If the folder already contains files of another fit (without a
+logger, with the same version, or in a second fit), a number is added to the new names.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from lightning_ddp_losses.errors import DDPLossError, expect
 
 FILE_NAME = "ddp_checks.jsonl"
 LOSSES_FILE_NAME = "losses_by_rank.csv"
-_FILE_NAMES = (FILE_NAME, LOSSES_FILE_NAME)  # of one fit, with one number
+_FILE_NAMES = (FILE_NAME, LOSSES_FILE_NAME)  # files of one fit, which share a number
 MOST_RANKS_ONE_BY_ONE = 8
-"""With more ranks, only the smallest and the largest figure is reported."""
+"""With more ranks, only the smallest and the largest figure are reported."""
 
-_MOST_FIGURES = 4  # of a check, that the table shows
+_MOST_FIGURES = 4  # largest number of figures of one check in the table
 _BEFORE_REDUCTIONS = (
     *(CheckStage.TRAIN_EPOCH_END.value, CheckStage.TRAIN_LOGGED.value),
     *(CheckStage.VALIDATION_EPOCH_END.value, CheckStage.VALIDATION_LOGGED.value),
-)  # stages whose logged values are reduced next: other names on a rank are a hang, or values that are mixed
+)  # stages after which logged values are reduced: if names differ between ranks, the reduction hangs or mixes values
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
 
 Action: TypeAlias = Mapping[str, str] | str | None
-"""What happens with findings, by severity; or one word for errors and warnings."""
+"""What to do with findings, by severity, or one word for errors and warnings."""
 
 
 def validated_actions(action: Action, title: str) -> dict[str, str]:
-    """Return the given actions by severity. Refuse severities and actions that do not exist.
+    """Return the given actions by severity. Reject severities and actions that do not exist.
 
     Args:
         action: Actions by severity, or one word for errors and warnings.
         title: Name of the owner, for the error.
 
     Raises:
-        ConfigurationError: for anything else.
+        ConfigurationError: for any other value.
     """
     given = {"error": action, "warning": action} if isinstance(action, str) else action
     if given is None:
@@ -74,7 +74,7 @@ def validated_actions(action: Action, title: str) -> dict[str, str]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Settings:
-    """Holds the options that decide what happens with findings.
+    """Holds the options that control what happens with findings.
 
     Args:
         action: ``raise``, ``warn`` or ``log``, by severity, or one of them for errors and warnings.
@@ -98,11 +98,11 @@ class Settings:
 
 
 class Report:
-    """Collects the findings of one fit. Every rank collects the same.
+    """Collects the findings of one fit, which are equal on all ranks.
 
     Args:
         settings: Options of the callbacks.
-        folder: Folder of the run. None for a run without files.
+        folder: Folder of the run. If None, no files are written.
 
     Attributes:
         findings: All findings so far, each fault once.
@@ -113,29 +113,29 @@ class Report:
         self._folder = folder if settings.file else None
         self._number: int | None = None  # number in the names of this fit's files
         self._seen: set[tuple[str, str, str]] = set()
-        self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # of the reported causes
+        self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # leads of the reported causes, by action
         self.findings: list[Finding] = []
 
     def is_new(self, finding: Finding) -> bool:
-        """Return whether this fit has not had this fault before."""
+        """Return whether this fault has not been reported before in this fit."""
         return finding.key not in self._seen
 
     def add(self, found: Sequence[tuple[Finding, Mapping[str, str]]], trainer: Trainer) -> None:
-        """Write, log and warn of findings, once for each cause. Raise an error for those with this action.
+        """Write, log and warn about findings, once for each cause. Raise an error for findings with the action ``raise``.
 
         Args:
             found: Findings, in the same order on every rank, each with the actions of its check that differ from the settings.
             trainer: Trainer with the loggers.
 
         Raises:
-            DDPLossError: on every rank, with all findings of an action ``raise``.
+            DDPLossError: on every rank, with all findings whose action is ``raise``.
         """
         raising: list[Finding] = []
         reported: dict[str, list[Finding]] = {"warn": [], "log": []}  # new findings by action
         for finding, check_action in found:
             severity, is_new = finding.severity, self.is_new(finding)
             self._seen.add(finding.key)
-            # the check's action, else that of DDPChecks, else the default. A fault of our own does not end the training
+            # use the action of the check, of DDPChecks, or the default. A bug in this package does not end the training
             action = check_action.get(severity) or self._settings.actions[severity]
             if finding.fault == FAILED and finding.graded and action == "raise":
                 action = "warn"
@@ -155,7 +155,7 @@ class Report:
             raise DDPLossError(text_of_errors(raising), findings=raising, collective=True)
 
     def _report_causes(self, action: str, found: Sequence[Finding]) -> None:
-        """Warn or log once for each cause. Log findings that follow from a cause reported before."""
+        """Warn or log once for each cause. Log findings that follow from a previously reported cause."""
         causes, late = group_by_cause(found, self._leads[action])
         for cause in causes:
             self._leads[action].append(cause.lead)
@@ -168,7 +168,7 @@ class Report:
             rank_zero_info(finding.text(f"  of the same cause as {lead.fault} of step {lead.step}: {lead.what}"))
 
     def _keep(self, finding: Finding) -> None:
-        """Keep and write a new finding."""
+        """Store a new finding, and write it to the file."""
         self.findings.append(finding)
         file = self.open_file(FILE_NAME)
         if file is None:
@@ -180,12 +180,12 @@ class Report:
             self._give_up(file.name, error)
 
     def _count(self, title: str = "") -> Counter[str]:
-        """Return the number of causes by severity, of one check or of all."""
+        """Return the number of causes by severity, for one check or, with an empty title, for all checks."""
         causes = [each for each in self.findings if not each.follows and title in ("", each.check)]
         return Counter(each.severity for each in causes)
 
     def log(self, trainer: Trainer, more: Mapping[str, float] | None = None) -> None:
-        """Send the counters, and other figures if they are wanted, to the trainer's loggers."""
+        """Send the counters to the trainer's loggers, and other figures if ``log_figures`` is set."""
         totals = self._count()
         figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
         if more and self._settings.log_figures:
@@ -193,29 +193,29 @@ class Report:
         _send_to_loggers(trainer, figures, trainer.global_step)
 
     def log_step(self, trainer: Trainer, figures: Mapping[str, float], step: int) -> None:
-        """Send figures of a step to the trainer's loggers, if they are wanted."""
+        """Send figures of a step to the trainer's loggers if ``log_figures`` is set."""
         if self._settings.log_figures:
             _send_to_loggers(trainer, figures, step)
 
     def summary(
         self, checks: Sequence[tuple[str, Mapping[str, float], Sequence[str]]], steps: int, share: float
     ) -> None:
-        """Print a line of totals, a row for each check with findings or measurements, and the names of the others, on rank 0.
+        """Print totals, a row for each check with findings or measurements, and the names of the remaining checks, on rank 0.
 
         Args:
             checks: Name, figures and remarks of each check.
             steps: Optimizer steps of the fit.
-            share: Share of the time that the checks took.
+            share: Fraction of the run time spent in checks.
         """
         if not self._settings.summary or process_groups.rank():
             return
         found = self._count()
-        findings = found["error"] + found["warning"]  # notes are no faults
+        findings = found["error"] + found["warning"]  # notes are not counted as findings
         totals = [counted(len(checks), "check"), counted(steps, "step"), counted(findings, "finding")]
         if found["note"]:
             totals.append(counted(found["note"], "note"))
         totals.append(f"{share:.1%} of the time")
-        # without findings the table needs no column for them
+        # omit the column of findings if there are none
         rows, silent = [], []
         for title, figures, remarks in checks:
             counts = self._count(title)
@@ -241,7 +241,7 @@ class Report:
     # ------------------------------------------------------------------ files
 
     def open_file(self, name: str) -> IO[str] | None:
-        """Open a file of this fit, on rank 0, to write at its end. Return None if there is no file."""
+        """Open a file of this fit on rank 0 for appending. Return None on other ranks, or if no files are written."""
         if self._folder is None or process_groups.rank():
             return None
         try:
@@ -251,7 +251,7 @@ class Report:
             return None
 
     def _give_up(self, path: object, error: OSError) -> None:
-        """Write no more files: a full disk on this rank is no reason to leave the others waiting."""
+        """Stop writing files: a full disk on this rank must not leave the other ranks waiting."""
         rank_zero_info(f"{path} cannot be written and will have no further lines: {error}")
         self._folder = None
 
@@ -259,7 +259,7 @@ class Report:
         """Return the path of a file of this fit. The first call chooses a number that no earlier fit has used."""
         assert self._folder is not None
         if self._number is None:
-            self._folder.mkdir(parents=True, exist_ok=True)  # the logger may make it later
+            self._folder.mkdir(parents=True, exist_ok=True)  # the logger may not have created it yet
             for number in itertools.count():
                 if any((self._folder / _numbered(other, number)).exists() for other in _FILE_NAMES):
                     continue
@@ -274,20 +274,21 @@ class Report:
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of this run, which holds its checkpoints. It is right on rank 0, which writes.
+    """Return the folder of this run, which contains its checkpoints. The result is valid only on rank 0, which writes the files.
 
-    ``log_dir`` is that folder only for loggers with a folder for each run. Others (Weights & Biases, MLflow) have one for all runs, and
-    ``ModelCheckpoint`` makes one by name and version below it. Without a logger it is the folder ``ddp_checks`` below Lightning's.
+    ``log_dir`` is that folder only for loggers with a folder for each run. Other loggers (Weights & Biases, MLflow) have one folder for all
+    runs, in which ``ModelCheckpoint`` creates a folder by name and version. Without a logger, the result is the folder ``ddp_checks`` in
+    Lightning's folder.
 
-    Communication: one broadcast, Lightning's.
+    Communication: one broadcast, by Lightning.
     """
     log_dir = trainer.log_dir
     if log_dir is None:
         return None
     folder = Path(log_dir)
-    if not trainer.loggers:  # Lightning's folder is then the current one, unless the user names another
+    if not trainer.loggers:  # Lightning's folder is the current folder, unless the user sets another one
         return folder / "ddp_checks"
-    # only rank 0's loggers are real ones
+    # loggers are placeholders on other ranks
     if process_groups.rank() == 0:
         logger = trainer.loggers[0]
         own = getattr(logger, "log_dir", None)
@@ -299,7 +300,7 @@ def run_folder(trainer: Trainer) -> Path | None:
 
 
 def _measured(figures: Mapping[str, float], remarks: Sequence[str]) -> str:
-    """Return the text about a check for the table: its remarks, or else its figures if they are few."""
+    """Return the text of a check in the table: its remarks, or its figures if it has no remarks and only a few figures."""
     if remarks or not figures:
         return "\n".join(remarks)
     if len(figures) > _MOST_FIGURES:
@@ -308,12 +309,12 @@ def _measured(figures: Mapping[str, float], remarks: Sequence[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things in words: ``1 finding``, ``2 findings``."""
+    """Return a count with its noun in the singular or plural, such as ``1 finding`` or ``2 findings``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _numbered(name: str, number: int) -> str:
-    """Return the name of a file of the fit with that number. The first has none."""
+    """Return the name of a file of the fit with that number. For 0, the name is unchanged."""
     if number == 0:
         return name
     stem, _, suffix = name.partition(".")
@@ -321,24 +322,24 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) -> None:
-    """Send figures to the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
+    """Send figures and the epoch to the trainer's loggers. Names of figures begin with ``ddp_checks/``."""
     named = {f"ddp_checks/{name}": value for name, value in figures.items()}
     for logger in trainer.loggers:
         logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=step)
 
 
 def _warn(text: str) -> None:
-    """Warn on rank 0. If the user has made warnings errors, raise on every rank."""
+    """Warn on rank 0. If the user's filters turn warnings into errors, raise on every rank."""
     level = _users_stack_level()
-    # elsewhere the same filters decide, so that an error is one on every rank. No text is printed
+    # other ranks apply the same filters, so that an error is raised on every rank, but do not print the text
     quietly = warnings.catch_warnings(record=True) if process_groups.rank() else contextlib.nullcontext()
     with quietly:
         warnings.warn(text, stacklevel=level)
 
 
 def _users_stack_level() -> int:
-    """Return the ``stacklevel`` of a warning that names the user's line that led here, not a library's."""
-    # level 1 is the caller of this function, which warns
+    """Return the ``stacklevel`` with which a warning points to the user's line instead of a library's."""
+    # level 1 is the caller of this function, which issues the warning
     frame, level = inspect.currentframe(), 0
     while frame is not None:
         if not package_of(frame.f_code.co_filename):

@@ -1,15 +1,16 @@
-"""Facts between ranks: read on each rank, exchanged, and judged on all ranks by the same rules, so that all ranks have the same findings.
+"""Facts are read on each rank, exchanged, and judged by the same rules on all ranks, so that all ranks have the same findings.
 
-`RowExchange` asks checks for their facts, sends those of all due checks together, and completes new findings with texts and the largest
-difference of a tensor. Notes travel as bytes in handshakes of a separate process group, which only checks use. Ranks that come from
-different places of the program still pair up there in handshakes of equal size, and raise the same error.
+`RowExchange` reads facts from the checks, sends the facts of all due checks together, and adds texts and the largest difference of a tensor
+to new findings. Notes are sent as bytes in handshakes of a separate process group, which only checks use. Ranks at different places of
+the program are still matched in handshakes of equal size there, and raise the same error.
 
-No check waits for a device: the copy of a number to the host starts immediately, and is read when the note travels. Numbers stay Python's
-own on their way. After a step the processor's caches hold none of this, and a few numbers in a tensor then take ten times as long as in a
-list (torch 2.13, measured 2026).
+Checks do not wait for a device: the copy of a number to the host starts immediately, and is read when the note is sent. Numbers remain
+Python numbers throughout. After a step, the processor's caches no longer contain this data, and a few numbers in a tensor then take ten
+times as long as in a list (torch 2.13, measured 2026).
 
-A check that fails sends its error instead of its next numbers, so that every rank knows. A check of this package is then switched off on
-all ranks and leaves one warning: its fault must not end a healthy fit. A failing check of the user is an error, which the user can mend.
+A check that fails sends its error instead of its next numbers, so every rank receives the error. A check of this package is then switched
+off on all ranks with one warning, because a bug in a check must not end a healthy fit. A failing check of the user is an error, which the
+user can fix.
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ from lightning_ddp_losses.distributed.store_exchange import StoreExchange
 from lightning_ddp_losses.errors import DDPLossError, RankMismatchError
 
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
-_LOOK_SECONDS = 1.0  # between looks at what peers wait in
+_LOOK_SECONDS = 1.0  # interval between queries for the calls in which peers wait
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
-_MAX_TENSORS = 8  # differences that are measured at one exchange
+_MAX_TENSORS = 8  # largest number of differences measured in one exchange
 T = TypeVar("T")
 
 
 class StageFacts:
-    """The facts of one check at one stage, and what this rank has read of them until it is judged.
+    """The facts of one check at one stage, with this rank's pending numbers.
 
     Args:
-        check: Check that reads them.
-        stage: Place of the run.
+        check: Check that reads the facts.
+        stage: Stage of the run.
 
     Attributes:
-        check: As given.
-        stage: As given.
-        facts: The same on every rank.
+        check: Check that reads the facts.
+        stage: Stage of the run.
+        facts: Facts of the check at this stage, equal on all ranks.
         step: Step of the last numbers. -1 before the first ones.
-        numbers: Numbers of each fact, a function that returns them when they travel, or None. None if nothing waits.
-        found: Findings that this rank made by itself while it read.
-        failure: Error of the check, which travels in place of the numbers. Empty without one.
+        numbers: For each fact its numbers, a function that returns them when they are sent, or None. None if no numbers are pending.
+        found: Findings that this rank made without its peers while reading.
+        failure: Error of the check, which is sent in place of the numbers. Empty if the check has not failed.
     """
 
     def __init__(self, check: Check, stage: CheckStage) -> None:
@@ -77,7 +78,7 @@ class StageFacts:
         self.failure = ""
 
     def entries_(self) -> list[Numbers | str | None]:
-        """Return the entries of the note: a hash of the findings of this rank, then each fact, read by now. They can be asked for again."""
+        """Return the entries of the note: a hash of this rank's findings, and the numbers of each fact. Repeated calls are allowed."""
         further: list[None] = [None] * len(self.facts)
         if self.failure:
             return [self.failure, *further]
@@ -94,15 +95,15 @@ class RowExchange:
     Args:
         trainer: Trainer of the fit.
         module: Module that it trains.
-        checks: Checks of the fit, the same on every rank.
-        watch: Watch of the run, which raises when a peer has failed. None without one.
-        report: Report that takes the findings.
+        checks: Checks of the fit, equal on all ranks.
+        watch: Watch of the run, which raises when a peer has failed. None if the run is not watched.
+        report: Report that collects the findings.
         stop_check: Function that is called when a check of this package fails, and on every rank when it is switched off.
 
     Attributes:
-        report: As given.
-        watch: As given.
-        after_error: Exchange through the store, which replaces the handshakes once this rank has an error. None before.
+        report: Report that collects the findings.
+        watch: Watch of the run, or None.
+        after_error: Exchange through the store, which replaces the handshakes once this rank has an error. None until an error occurs.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class RowExchange:
         self.watch, self.report = watch, report
         self.after_error: StoreExchange | None = None
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
-        # the checks that run, what they read at each stage, and the stages for which that was looked up
+        # active checks, their facts at each stage, and the stages of the checks when these facts were looked up
         self._checks = [*checks]
         self._facts: dict[tuple[int, CheckStage], StageFacts] = {}
         self._plan: dict[CheckStage, list[StageFacts]] = {}
@@ -132,21 +133,21 @@ class RowExchange:
 
         Raises:
             RankMismatchError: on every rank, when ranks are at different places, or ``must_match`` differs.
-            TimeoutError: after an error, when peers have not come in time.
+            TimeoutError: after an error, when peers have not sent their rows in time.
 
-        Communication: one gather. One more when a row outgrew the agreed size. None in a world of one. After an error the store is used.
+        Communication: one gather. One more when a row exceeds the agreed size. None in a world of one. After an error the store is used.
         """
         if self.after_error is not None:
             self.after_error.post(row)
             return self.after_error.collect()
-        # one handshake: ranks at different places get the same error in it
+        # ranks at different places raise the same error in this handshake
         pending = handshake.start(place, must_match or {}, row, channel="checks")
-        # busy wait first, then sleep. Leave when a peer has failed, because it will not come
+        # busy-wait first, then sleep. Raise when a peer has failed, because the handshake would never complete
         began, awake, looked = time.perf_counter(), awake_seconds(), 0.0
         while not pending.is_completed():
             waited = time.perf_counter() - began
             if waited < awake:
-                time.sleep(0)  # peers are usually here at once, and a nap takes longer than the gather
+                time.sleep(0)  # peers usually arrive immediately, and sleeping takes longer than the gather
                 continue
             if self.watch is not None:
                 self.watch.check_peers()
@@ -157,7 +158,7 @@ class RowExchange:
         return pending.finish()
 
     def _refuse_missed_call(self, pending: handshake.PendingHandshake, place: str) -> None:
-        """Refuse to wait for ranks that wait for this one, in a call of the program or of a loss that this rank does not make.
+        """Raise if other ranks wait for this one in a call of the program or of a loss that this rank does not make.
 
         Raises:
             RankMismatchError: on every rank.
@@ -175,7 +176,7 @@ class RowExchange:
             handshake.raise_on_all_ranks(error, place)
 
     def gather_json(self, place: str, value: object) -> list[Any]:
-        """Return a plain value of each rank, in rank order. Communicates as ``gather_rows``."""
+        """Return a JSON value from each rank, in rank order. Communicates like ``gather_rows``."""
         return [json.loads(row) for row in self.gather_rows(place, json.dumps(value, default=str).encode())]
 
     def max_difference(self, local: Tensor | None) -> float | None:
@@ -185,17 +186,17 @@ class RowExchange:
         """
         if process_groups.world_size() == 1 or self.after_error is not None:
             return None
-        # agree that every rank has a tensor of one shape and dtype
+        # check that every rank has a tensor with the same shape and dtype
         description = b""
         if local is not None and not local.is_quantized and local.layout == torch.strided:
             description = f"{tuple(local.shape)} {local.dtype}".encode()
         descriptions = set(self.gather_rows("a tensor's difference", description))
         if local is None or not description or len(descriptions) > 1:
             return None
-        # compare it chunk by chunk
+        # compare the tensor chunk by chunk
         group = process_groups.internal_groups().get("checks")
         flat = local.detach().reshape(-1)
-        if flat.is_complex():  # the larger of real and imaginary part
+        if flat.is_complex():  # compares real and imaginary parts separately
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         largest = 0.0
         for start in range(0, flat.numel(), _CHUNK):
@@ -210,9 +211,9 @@ class RowExchange:
     # ------------------------------------------------------------------ measure, gather, judge
 
     def due(self, stage: CheckStage, step: int) -> list[StageFacts]:
-        """Return the facts of the checks that run at a stage in this step. The same on every rank.
+        """Return the facts of the checks that run at a stage in this step, equal on all ranks.
 
-        They are looked up once, and again if a check is switched off or changes its stages.
+        The lookup is repeated only if a check is switched off or changes its stages.
         """
         stages = [check.stages for check in self._checks]
         if stages != self._planned_for:
@@ -221,7 +222,7 @@ class RowExchange:
         return [facts for facts in self._plan[stage] if step % facts.check.every_n_steps == 0]
 
     def of_all_checks(self, stage: CheckStage) -> list[StageFacts]:
-        """Return the facts of all checks that run, also of those without one at this stage: their errors travel too."""
+        """Return the facts of all active checks, including checks without facts at this stage, whose errors are sent too."""
         return [self._facts_of(check, stage) for check in self._checks]
 
     def _facts_of(self, check: Check, stage: CheckStage) -> StageFacts:
@@ -231,9 +232,9 @@ class RowExchange:
         return self._facts[key]
 
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
-        """Remember the error of a check on this rank alone. All ranks report it at the next exchange of the check.
+        """Store the error of a check that failed on this rank. All ranks report it at the next exchange of the check.
 
-        A check of this package is stopped on this rank. An error that every rank raises is raised.
+        A check of this package is stopped on this rank. An error that every rank raises is raised immediately.
         """
         if isinstance(error, DDPLossError) and error.collective:
             raise error
@@ -242,7 +243,7 @@ class RowExchange:
             self._stop_check(check)
 
     def measure(self, due: Sequence[StageFacts], step: int) -> None:
-        """Read facts on this rank, which travel at the next exchange of their checks."""
+        """Read facts on this rank, to be sent at the next exchange of their checks."""
         for facts in due:
             check = facts.check
             facts.step = step
@@ -257,9 +258,9 @@ class RowExchange:
                 facts.numbers, facts.found = numbers, found
 
     def pack(self, due: Sequence[StageFacts]) -> bytes:
-        """Return this rank's note: the facts that wait, and the errors of checks that failed.
+        """Return this rank's note, with pending facts and the errors of checks that failed.
 
-        Both wait until they are judged, because an error of a peer may end the exchange.
+        Both remain pending until they are judged, because an error of a peer may end the exchange.
         """
         entries: list[Numbers | str | None] = []
         for facts in due:
@@ -278,7 +279,7 @@ class RowExchange:
             return self.pack(due)
 
     def _find_unsendable(self, due: Sequence[StageFacts]) -> None:
-        """Note the failure of each check with something that is no number."""
+        """Store a failure for each check with a value that cannot be sent as a number."""
         for facts in due:
             try:
                 encode(facts.entries_())
@@ -286,12 +287,12 @@ class RowExchange:
                 self.note_failure(facts.check, "measure", error)
 
     def exchange(self, due: Sequence[StageFacts], step: int, *, place: str = "") -> None:
-        """Exchange the facts of one stage that wait, and judge them.
+        """Exchange the pending facts of one stage, and judge them.
 
         Args:
-            due: Facts of the checks that are due, the same on every rank.
+            due: Facts of the checks that are due, equal on all ranks.
             step: Optimizer steps so far.
-            place: Place of the exchange, if it differs from the stage.
+            place: Name of the exchange, if it differs from the stage.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
@@ -304,7 +305,7 @@ class RowExchange:
             self.judge(due, notes, step, place=place)
 
     def judge(self, due: Sequence[StageFacts], notes: Sequence[bytes], step: int, *, place: str) -> None:
-        """Apply the rules to all ranks' notes. Every rank calls it with the same notes.
+        """Apply the rules to the notes of all ranks. Every rank calls this with the same notes.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
@@ -334,9 +335,9 @@ class RowExchange:
         return name_of_stage(stage, is_test=self._trainer.testing)
 
     def _combine_local(self, check: Check, local: list[Finding], hashes: Sequence[int]) -> list[Finding]:
-        """Return the findings that ranks made by themselves, if they are not the same on all of them.
+        """Merge the findings that each rank made without its peers, if they differ between ranks.
 
-        Communication: one gather, once for the same findings.
+        Communication: one gather. None for findings that were merged before.
         """
         key = check.title, str(hashes)
         if key not in self._explained:
@@ -344,7 +345,7 @@ class RowExchange:
         return self._explained[key]
 
     def _apply(self, facts: StageFacts, numbers: Sequence[Any], parts: Sequence[Any]) -> list[Finding]:
-        """Apply the rules of a check. The error of a rule that fails on this rank alone travels at the next exchange of the check."""
+        """Apply the rules of a check. If a rule fails only on this rank, its error is sent at the next exchange of the check."""
         found: list[Finding] = []
         try:
             for fact, names, values in zip(facts.facts, numbers, parts, strict=True):
@@ -364,7 +365,7 @@ class RowExchange:
             return []
 
     def _failed(self, check: Check, failures: dict[int, str]) -> Finding:
-        """Make the finding of a check that failed, the same on every rank. A check of this package is switched off on all of them."""
+        """Return the finding for a check that failed, equal on all ranks. A check of this package is switched off on all ranks."""
         texts = tuple(f"{rank}: {text}" for rank, text in failures.items())
         details: dict[str, Any] = {"ranks": tuple(failures), "name": check.title, "values": texts}
         if not check.is_built_in:
@@ -378,8 +379,8 @@ class RowExchange:
     def _complete(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
         """Add the texts of all ranks to findings, and the largest differences of their tensors.
 
-        Communication: for each new finding one gather, if its check describes findings, and one with the tensor's, if the check names a
-            tensor, at most ``_MAX_TENSORS`` of them.
+        Communication: for each new finding, one gather if its check describes findings, and the gathers of ``max_difference`` if its check
+            names a tensor, for at most ``_MAX_TENSORS`` tensors.
         """
         completed: list[tuple[Check, Finding]] = []
         measured = 0
@@ -396,28 +397,28 @@ class RowExchange:
         return completed
 
     def _explain(self, check: Check, finding: Finding) -> list[Finding]:
-        """Let every rank add its text to a finding. A finding seen again keeps its first explanation."""
+        """Add the texts of all ranks to a finding. A repeated finding keeps its first explanation."""
         if not check.overrides("describe"):
             return [finding]
-        # findings are new on every rank or on none, so every rank takes part
+        # a finding is new on all ranks or on none, so every rank takes part
         if finding.key not in self._explained:
             texts = self.gather_json("texts about findings", self._ask(check.describe, finding))
             explained = [finding]
             if all(text is not None for text in texts):
                 try:
                     explained = check.explain(finding, texts)
-                except Exception as error:  # the finding itself stands
+                except Exception as error:  # the finding itself remains valid
                     self.note_failure(check, "explain", error)
             self._explained[finding.key] = explained
         return self._explained[finding.key]
 
     def _ask(self, method: Callable[..., T | None], finding: Finding) -> T | None:
-        with contextlib.suppress(Exception):  # the finding itself stands
+        with contextlib.suppress(Exception):  # the finding itself remains valid
             return method(finding, self._trainer, self._module)
         return None
 
     def report_findings(self, found: Sequence[tuple[Check, Finding]]) -> None:
-        """Hand findings to the report, each with the actions of its check.
+        """Pass findings to the report, each with the actions of its check.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.

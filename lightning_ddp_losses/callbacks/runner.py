@@ -1,17 +1,16 @@
 """Runs the checks of one fit, with one schedule on every device.
 
-`CheckRunner` follows a fit from its start to its end, passes its events to the checks, and asks those that are due at a stage for their
-rows. A row is judged at the next exchange, and its findings name the step of the row:
+`CheckRunner` follows a fit from its start to its end, passes its events to the checks, and reads a row from each check that is due at a
+stage. Findings name the step in which a row was measured. When the row is judged depends on its stage:
 
-* after a step: when the check is due there next, so that no check waits for a device and no gather for a row. The first row of a fit is
-  judged at once: most faults show in it, and some end the next step in torch. The last one is judged before a checkpoint is written and
-  at the end of training.
-* everywhere else: at once. Before backward this is necessary. A rank without a loss, a parameter that some ranks' losses do not reach, or
-  batches that end on some ranks only would make ranks wait for each other in that very step.
+* After a step, a row is judged when the check is next due at this stage, so that checks do not wait for a device and gathers do not wait
+  for a row. The first row of a fit is judged immediately, because it reveals most faults, some of which raise errors in torch in the next
+  step. The last row is judged before a checkpoint is written and at the end of training.
+* At all other stages, a row is judged immediately. Before backward this is necessary: a rank without a loss, a parameter that the losses of
+  some ranks do not reach, or batches that end on some ranks only would cause a hang in the same step.
 
-The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` and ``trainer.test``
-have the stages of a validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is
-`base.RankCheck`.
+The schedule depends only on stages, so every rank exchanges the same rows at the same stage. ``trainer.validate`` and ``trainer.test`` have
+the stages of a validation inside a fit. The runner calls checks through the interface `check.Check`. Their base class is `base.RankCheck`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
-_WAIT_SECONDS = 10.0  # for peers that end with an error too
+_WAIT_SECONDS = 10.0  # limit of the wait for peers that also end with an error
 _THE_END = "the end"
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
 T = TypeVar("T")
@@ -58,7 +57,7 @@ class Batch:
         stepped: Number of steps that were made (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning.
         has_synchronised: True if one of them reduced gradients.
-        is_row_sent: True if the strategy's handshake has sent the row of this backward, before Lightning's hook.
+        is_row_sent: True if the strategy's handshake has already sent the row of this backward, before Lightning calls its hook.
         is_first: True before the first batch of the fit.
         parameters: Parameters that must be equal on all ranks, once they have been looked up.
     """
@@ -83,12 +82,12 @@ class CheckRunner(Callback):
 
     Attributes:
         checks: Checks that run with this number of ranks.
-        trainer: As given.
-        module: As given.
-        checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
-        steps: Batches of this fit that made an optimizer step.
-        epoch_ends: Runs the stages at the end of an epoch, and knows where values were logged.
-        rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
+        trainer: Trainer of the fit.
+        module: Module that it trains.
+        checkpoint: Checkpoint that is being saved or loaded, at SAVE and LOAD.
+        steps: Number of batches of this fit with an optimizer step.
+        epoch_ends: Runs the stages at the end of an epoch, and records where values were logged.
+        rows_in_strategy_handshake: True if the rows before backward are sent in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
         own_time: Time that checks take, including their gathers.
         batch: Events since the last batch ended.
@@ -142,7 +141,7 @@ class CheckRunner(Callback):
         return bool(getattr(strategy, "sync_gradients", of_ddp))
 
     def shared(self, make: Callable[[CheckRunner], T]) -> T:
-        """Return the object of this kind that all checks share. The first call makes it. It may have ``batch_end()`` and ``close()``."""
+        """Return the object that all checks share, created by the first call. It may have ``batch_end()`` and ``close()``."""
         if make not in self._shared:
             self._shared[make] = make(self)
         return self._shared[make]  # type: ignore[no-any-return]
@@ -154,13 +153,13 @@ class CheckRunner(Callback):
         return self.batch.parameters
 
     def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
-        """Let a check see the arguments of each forward of a module, ``see(args, kwargs)``, until the fit ends.
+        """Call ``see(args, kwargs)`` with the arguments of each forward of a module, until the fit ends.
 
-        Its error is a failure of the check, not of the training. A copy of the module, as in the dry run, is not seen.
+        An error in ``see`` is a failure of the check, not of the training. Forwards of copies (as in the dry run) are ignored.
         """
         own = id(module)
 
-        # a function and no method, so that a copy of the module does not copy the check
+        # a function instead of a method, so that copying the module does not copy the check
         def hook(called: nn.Module, *arguments: Any) -> None:
             if id(called) != own or id(check) in self._blinded:
                 return
@@ -191,12 +190,12 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.BEFORE_WRAP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the checks see the steps of the optimizers, and judge the state of every rank at the start."""
+        """Register hooks for the steps of the optimizers, and judge the state of every rank at the start."""
         self._observe("start")
         with self.own_time:
             for optimizer in dict.fromkeys(self.trainer.optimizers):
                 self._watch_optimizer(optimizer)
-            # under our strategy the rows before backward travel in its handshake
+            # our strategy sends the rows before backward in its handshake
             attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
             if attach_payload is not None and any(CheckStage.BEFORE_BACKWARD in check.stages for check in self.checks):
                 self.rows_in_strategy_handshake = attach_payload(
@@ -210,7 +209,7 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.EPOCH_START)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Let the checks see a training batch. Before the first step they may try it out."""
+        """Pass a training batch to the checks. Before the first step, they may run the module on it."""
         self.batch.parameters = None
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
@@ -221,7 +220,7 @@ class CheckRunner(Callback):
 
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
         found: list[tuple[Check, Finding]] = []
-        # a check that has failed on this rank alone still takes part: its peers wait for it
+        # a check that has failed only on this rank still takes part, because its peers wait for it
         for check in self.checks:
             if process_groups.world_size() == 1 or not check.overrides("dry_run"):
                 continue
@@ -235,9 +234,9 @@ class CheckRunner(Callback):
         self.row_exchange.report_findings(found)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Let the checks see a loss, and judge it unless the strategy's handshake did."""
+        """Pass a loss to the checks, and judge it unless the strategy's handshake has done so."""
         self._enter(f"backward of step {self.step}")
-        if self.batch.is_row_sent:  # the loss was seen and judged there
+        if self.batch.is_row_sent:  # the strategy's handshake has passed on and judged the loss
             self.batch.is_row_sent = False
             return
         self._see_loss(loss)
@@ -251,7 +250,7 @@ class CheckRunner(Callback):
         self._observe("see_loss", loss)
 
     def _payload(self) -> bytes:
-        """Measure this rank's row, as the strategy's handshake leaves."""
+        """Measure and return this rank's row when the strategy's handshake is sent."""
         self.batch.is_row_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
@@ -261,19 +260,19 @@ class CheckRunner(Callback):
             return self.row_exchange.pack(due)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
-        """Judge all ranks' rows, as the strategy's handshake is read."""
+        """Judge the rows of all ranks when the strategy's handshake has been received."""
         stage = CheckStage.BEFORE_BACKWARD
         with self.own_time:
             self.row_exchange.judge(self._due(stage), rows, self.step, place=stage.value)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the checks see the gradients of a backward, before the module's own hook."""
+        """Call the checks after a backward, before the module's own hook."""
         self._observe("see_backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Let the checks see the reduced gradients of an optimizer that is about to step, before clipping."""
+        """Pass an optimizer that is about to step to the checks, with reduced gradients and before clipping."""
         self._enter(f"the optimizer of step {self.step}")
-        # a user may have put another one in its place
+        # the user may have replaced the optimizer since training started
         inner = getattr(optimizer, "optimizer", optimizer)
         if inner not in self._handles:
             self._watch_optimizer(inner)
@@ -281,7 +280,7 @@ class CheckRunner(Callback):
         self._observe("see_gradients", optimizer)
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Learn of an optimizer's steps, once for each optimizer."""
+        """Register a hook that is called after each step of an optimizer."""
         if hasattr(optimizer, "register_step_post_hook"):
             self._handles[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
@@ -315,7 +314,7 @@ class CheckRunner(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
     ) -> None:
-        """Let the checks see the module after a validation batch, before its own hook."""
+        """Call the checks after a validation batch, before the module's own hook."""
         if not trainer.sanity_checking:
             self._observe("see_batch_end")
 
@@ -328,7 +327,7 @@ class CheckRunner(Callback):
     on_test_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Judge the last step and the checkpoint before it is written, unless a failed rank saves alone. Checks may add to it."""
+        """Judge the last step and the checkpoint before it is written, unless only a failed rank saves it. Checks may add entries."""
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         self._judge_last_step(CheckStage.SAVE.value)
@@ -344,7 +343,7 @@ class CheckRunner(Callback):
         """Judge the last step and the state at the end, and print the summary."""
         self._judge_last_step(_THE_END)
         self.run_stage(CheckStage.TRAIN_END)
-        with self.own_time:  # errors of checks since they were due
+        with self.own_time:  # exchange the errors of checks that occurred after their last exchange
             facts = self.row_exchange.of_all_checks(CheckStage.TRAIN_END)
             self.row_exchange.exchange(facts, self.step, place=_THE_END)
         # figures and remarks of the checks, and the time that they took
@@ -358,7 +357,7 @@ class CheckRunner(Callback):
     def fail(self, exception: BaseException) -> None:
         """Report to the peers that this rank's fit ends with an exception, or raise the error of the peer that failed first.
 
-        Rows that wait are judged before. Their findings come first in the text of the error and stand in its ``findings``.
+        Pending rows are judged first. Their findings precede the text of the error, and are added to its ``findings``.
 
         Raises:
             PeerError: instead of the exception, if a peer's failure caused it.
@@ -371,10 +370,10 @@ class CheckRunner(Callback):
         watch = self.row_exchange.watch
         peer_error = None if watch is None else watch.report_failure(exception)
         if watch is not None and last_rows is not None:
-            watch.clean_up()  # else the process would end while it waits for rows of its peers
+            watch.clean_up()  # otherwise the process would be ended while it waits for the rows of its peers
         is_informed = peer_error is not None or not hasattr(self.trainer.strategy, "attach_payload")
         if isinstance(exception, Exception) and not is_informed:
-            # peers that wait in a handshake of the strategy get it there. Those that know of it already open no other
+            # peers that wait in a handshake of the strategy receive the error there. Informed peers do not open another one
             with contextlib.suppress(Exception):
                 handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
         if last_rows is not None:
@@ -386,7 +385,7 @@ class CheckRunner(Callback):
 
     def close(self) -> None:
         """Remove all hooks and drop the shared objects."""
-        # hooks first: from here on no step calls a check
+        # remove hooks first, so that steps no longer call checks
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -411,7 +410,7 @@ class CheckRunner(Callback):
 
         Communication: one gather. None if no check is due. More only if there is a new finding.
         """
-        if self.trainer.sanity_checking:  # validation before training has no checks
+        if self.trainer.sanity_checking:  # checks do not run in the validation before training
             return
         due = self._due(stage)
         self._enter(place_of(name_of_stage(stage, is_test=self.trainer.testing), self.step))
@@ -420,16 +419,16 @@ class CheckRunner(Callback):
         with self.own_time:
             now = due
             if stage == CheckStage.AFTER_STEP:
-                # waiting rows first: the next measurement takes their place in the checks
+                # judge pending rows first, because the next measurement replaces them in the checks
                 now = [facts for facts in due if facts.step < 0]
                 waiting = [facts for facts in due if facts.step >= 0]
                 self.row_exchange.exchange(waiting, self.step)
-                due = self._due(stage)  # without checks that are switched off now
+                due = self._due(stage)  # excludes checks that have just been switched off
             self.row_exchange.measure(due, self.step)
             self.row_exchange.exchange(now, self.step)
 
     def _judge_last_step(self, place: str) -> None:
-        """Judge the rows of a step that wait until their check is due again.
+        """Judge pending rows of a step without waiting until their check is due again.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
@@ -440,16 +439,16 @@ class CheckRunner(Callback):
             self.row_exchange.exchange(self.row_exchange.due(CheckStage.AFTER_STEP, step=0), self.step, place=place)
 
     def _due(self, stage: CheckStage) -> list[StageFacts]:
-        """Return the facts of the checks that run now. The same on every rank."""
+        """Return the facts of the checks that run now, equal on all ranks."""
         return self.row_exchange.due(stage, self.step if stage in _EVERY_N_STEPS else 0)
 
     def _enter(self, place: str) -> None:
-        """Record the main thread's place, and stop here if a peer has failed."""
+        """Record what the main thread is about to run, and raise if a peer has failed."""
         if self.row_exchange.watch is not None:
             self.row_exchange.watch.enter(place)
 
     def _observe(self, observation: str, *args: Any) -> None:
-        """Call an observation of each check that overrides it, on the checks' time. An error is reported when the check is due next."""
+        """Call a method of each check that overrides it, timed as a check. An error is reported when the check is next due."""
         if observation not in self._observers:
             # a check that failed must remove its hooks too
             blinded = set() if observation == "stop" else self._blinded
@@ -459,11 +458,11 @@ class CheckRunner(Callback):
             for check in self._observers[observation]:
                 try:
                     getattr(check, observation)(self.trainer, self.module, *args)
-                except Exception as error:  # a rank must not leave its peers alone
+                except Exception as error:  # peers would wait for this rank
                     self.row_exchange.note_failure(check, observation, error)
 
     def _blind(self, check: Check) -> None:
-        """Pass no more observations of this fit to a check that failed."""
+        """Stop calling a check that failed, for the remainder of this fit."""
         if id(check) not in self._blinded:
             self._blinded.add(id(check))
             self._observers = {}
@@ -472,7 +471,7 @@ class CheckRunner(Callback):
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
-    """Return figures and remarks of a check at the end of a fit. If one of our checks fails there, a remark with its error."""
+    """Return figures and remarks of a check at the end of a fit. If a check of this package fails, return a remark with its error."""
     try:
         return check.figures(), check.remarks()
     except Exception as error:

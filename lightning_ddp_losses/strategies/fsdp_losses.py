@@ -1,17 +1,18 @@
 """`ModelParallelLossStrategy`: FSDP2 for the model, next to exact learnable losses.
 
-Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``. There ``fully_shard`` makes each parameter of a module a
-``DTensor``. A rank holds a part of it. It gathers them around forward and backward, and scatters the mean of their gradients. All other
-parameters (those of losses, and those the user has not sharded) stay whole on every rank, and ours.
+Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``, in which ``fully_shard`` converts each parameter of a module to a
+``DTensor``, of which a rank stores a part. ``fully_shard`` gathers parameters around forward and backward, and scatters the mean of their
+gradients. All other parameters (of losses, and of modules that the user has not sharded) remain whole on every rank, and this strategy
+reduces their gradients.
 
 | parameter | its gradient |
 |---|---|
 | ``DTensor`` over all ranks | FSDP2's reduce-scatter: the mean, of this rank's part |
 | ``DTensor`` over some, on several replicas (HSDP) | the same, and FSDP2's all-reduce between the replicas |
-| class shard (``ClassShardedLoss``) | that of all rows already, of this rank's classes |
+| class shard (``ClassShardedLoss``) | for this rank's classes, and over all rows without a reduction |
 | any other | the mean of ``LossReducer`` |
 
-What any strategy does for losses is in ``loss_hooks`` and ``loss_parallelism``.
+The part that all strategies share is in ``loss_hooks`` and ``loss_parallelism``.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ class _ShardedBackward(FitPart):
     """Exchanges the call check when backward reaches a sharded module, before anything is gathered and any gradient leaves."""
 
     def on_model_ready(self) -> None:
-        """Watch each sharded module. Backward may reach an inner one first. Let optimizers step whole and divided parameters apart."""
+        """Register a hook on each sharded module, any of which backward may reach first, and prepare optimizers for mixed groups."""
         for number, optimizer in enumerate(self.fit.strategy.optimizers):
             _refuse_mixed_groups(self.fit.module, number, optimizer)
-            if isinstance(optimizer, torch.optim.Optimizer):  # Lightning takes others too, which have no `foreach`
+            if isinstance(optimizer, torch.optim.Optimizer):  # Lightning also accepts objects without `foreach`
                 self._step_mixed_groups_singly(optimizer)
         # before fully_shard's own hook, which registers what gathers
         for inner in _sharded_modules(self.fit.module):
@@ -63,11 +64,11 @@ class _ShardedBackward(FitPart):
             self.undo.callback(hook.remove)
 
     def _step_mixed_groups_singly(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step each parameter of mixed groups by itself. On a GPU it would take ``foreach``, which cannot mix them."""
+        """Make an optimizer step the parameters of mixed groups one by one, because ``foreach``, the default on GPUs, cannot mix them."""
         groups: list[dict[str, Any]] = []
 
         def before(*_: Any) -> None:
-            # a checkpoint brings other groups
+            # loading a checkpoint replaces the groups
             groups[:] = [g for g in optimizer.param_groups if g.get("foreach", False) is None and _whole_among_parts(g)]
             for group in groups:
                 group["foreach"] = False
@@ -97,44 +98,46 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         def configure_model(self):
             fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
 
-    Losses stay whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Any other parameter
-    that is not divided is averaged as those of losses are. A mesh of two dimensions, replicas and parts (HSDP), of all ranks is right too:
-    replicas start as the first ones. Parameters that are there before ``configure_model`` start as rank 0's, as under DDP. What is made
-    inside it is made by each rank, and ought to be made from one seed.
+    Losses remain whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Gradients of any
+    other parameter that is not divided are averaged too. A mesh of all ranks with two dimensions, replicas and parts (HSDP), is also
+    supported, and all replicas start with the values of the first one. Parameters that exist before ``configure_model`` start with rank 0's
+    values, as under DDP. Parameters created inside it are created by each rank, and should be initialised from the same seed.
 
-    Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, at the memory of FSDP2.
+    Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, with the memory of FSDP2.
 
     Args:
-        losses: See ``DDPLossStrategy``, as for all options down to ``randomness``. ``[]`` is plain ``ModelParallelStrategy``.
-        adopt: See there.
-        check_calls: See there. Ranks meet when backward reaches the first sharded module, before it gathers anything.
-        loss_reduce_dtype: See there.
-        global_batch: See there.
-        accumulation: See there.
-        use_global_sampler: See there.
-        evaluation: See there.
-        uneven: See there.
-        randomness: See there.
-        data_parallel_size: Ranks over which the model is divided: all of them.
-        tensor_parallel_size: 1. Tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
-        save_distributed_checkpoint: If True, a checkpoint is a folder into which each rank writes its part. Else it is one file.
-        process_group_backend: Backend of torch.distributed. None: chosen by the device.
-        timeout: Time-out of collectives.
+        losses: See ``DDPLossStrategy``, also for all options down to ``randomness``. ``[]`` is plain ``ModelParallelStrategy``.
+        adopt: See ``DDPLossStrategy``.
+        check_calls: See ``DDPLossStrategy``. The handshake is exchanged when backward reaches the first sharded module, before it gathers
+            anything.
+        loss_reduce_dtype: See ``DDPLossStrategy``.
+        global_batch: See ``DDPLossStrategy``.
+        accumulation: See ``DDPLossStrategy``.
+        use_global_sampler: See ``DDPLossStrategy``.
+        evaluation: See ``DDPLossStrategy``.
+        uneven: See ``DDPLossStrategy``.
+        randomness: See ``DDPLossStrategy``.
+        data_parallel_size: Number of ranks over which the model is divided, which must be all ranks.
+        tensor_parallel_size: Must be 1, because tensor parallelism is not supported. (Lightning's default is all devices of a node.)
+        save_distributed_checkpoint: If True, a checkpoint is a folder into which each rank writes its part. Otherwise it is one file.
+        process_group_backend: Backend of torch.distributed. If None, it is chosen by the device.
+        timeout: Timeout of collectives.
 
     Attributes:
         divided_parameters: Names of parameters that are divided over the ranks.
 
-    Gradient: as under ``DDPLossStrategy``: after backward every parameter holds the mean over ranks, a divided one its part of it. With
-        ``accumulate_grad_batches`` nothing is reduced before the last micro-batch, and each rank keeps the whole gradient until then.
+    Gradient: as under ``DDPLossStrategy``, after backward the gradient of every parameter is the mean over ranks, or this rank's part of it
+        for a divided parameter. With ``accumulate_grad_batches`` nothing is reduced before the last micro-batch, and each rank stores the
+        whole gradient until then.
 
-    Communication: per synchronising backward, in addition to FSDP2's own: one handshake (``check_calls``), one all-reduce for all small
-        gradients of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB.
+    Communication: per synchronising backward, in addition to FSDP2: one handshake (``check_calls``), one all-reduce for all small gradients
+        of losses together (on the CPU a few bytes are sent in the handshake), one for each gradient over 1 MiB.
 
     Raises:
-        ConfigurationError: on every rank, for a module that shards nothing or shards otherwise, a loss inside a sharded module, and a
-            loss that shares a parameter with one. A torch older than 2.13 does not mark shared parameters: there it is also refused that
-            ``configure_model`` makes the parameters of a loss.
-        HiddenLossError, LossCallError, InputError, RankMismatchError: as ``DDPLossStrategy``.
+        ConfigurationError: on every rank, for a module that is not sharded or is sharded in another way, a loss inside a sharded module,
+            and a loss that shares a parameter with a sharded module. Versions of torch before 2.13 do not mark shared parameters. With
+            these, creating the parameters of a loss in ``configure_model`` is also rejected.
+        HiddenLossError, LossCallError, InputError, RankMismatchError: same as in ``DDPLossStrategy``.
 
     Example:
         >>> import lightning_ddp_losses
@@ -181,8 +184,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             timeout=timeout,
         )
         self._losses = LossParallelism(self, options)
-        self._sharded: list[FSDPModule] = []  # each step needs them, and the search takes long
-        self._parts = ModuleContents(nn.Module())  # what the module held in a step when each rank held its parts alone
+        self._sharded: list[FSDPModule] = []  # cached, because each step uses them and the search is slow
+        self._parts = ModuleContents(nn.Module())  # contents of the module when no parameter was gathered
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -192,7 +195,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     # ------------------------------------------------------------------ set-up
 
     def _configure_launcher(self) -> None:
-        """Choose Lightning's launcher, which starts the program again."""
+        """Choose Lightning's launcher, which restarts the program."""
         super()._configure_launcher()
         ddp_setup.refuse_notebook(self._launcher, self.strategy_name)
 
@@ -206,14 +209,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @with_losses
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Let the ranks hold the same parameters before ``configure_model``, inside the block, divides them."""
+        """Make parameters equal on all ranks before ``configure_model``, which runs inside the block, divides them."""
         _share_whole_parameters(self._losses.module)
         _note_names_(self._losses.module)
         with super().model_sharded_context():
             yield
 
     def refuse_module(self, module: nn.Module) -> None:
-        """Refuse a module that ``fully_shard`` has not divided over all ranks, and losses that it has divided."""
+        """Reject a module that ``fully_shard`` has not divided over all ranks, and losses that it has divided."""
         _refuse_other_parallelism(module)
         _refuse_losses(module, find_losses(module, self._losses.options.losses))
 
@@ -221,7 +224,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Undo the precision plugin's halving of the losses, move the module, and synchronise whole parameters."""
         super().model_to_device()
         module = self._losses.module
-        # none of them is gathered now
+        # no parameter is gathered at this time
         self.divided_parameters = frozenset(name for name, p in module.named_parameters() if isinstance(p, DTensor))
         self._sharded = _sharded_modules(module)
         self._parts = ModuleContents(module)
@@ -230,12 +233,12 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         if module.trainer.state.fn == TrainerFn.FITTING:
             self._apply_layer_sync()
             self._losses.compare_ranks()
-            # by name: between forward and backward fully_shard puts other objects there
+            # parameters are identified by name, because fully_shard replaces the objects between forward and backward
             self._losses.start_reducing((), self.divided_parameters)
         _broadcast_whole_tensors(module)
 
     def _apply_layer_sync(self) -> None:
-        """Synchronise batch norm with the plugin that leaves modules in their place: fully_shard knows them."""
+        """Synchronise batch norm with a plugin that does not replace modules, which fully_shard references."""
         if type(self._layer_sync) is TorchSyncBatchNorm:
             self._layer_sync = ddp_setup.exact_layer_sync()
         if self._layer_sync is not None:
@@ -244,9 +247,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     # ------------------------------------------------------------------ steps
 
     def broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers before a synchronising step, as DDP does. Parameters are this rank's parts again."""
+        """Broadcast rank 0's buffers before a synchronising step, like DDP, and free gathered parameters."""
         module = self._losses.module
-        # fully_shard puts other objects in place of the parts while they are gathered
+        # fully_shard replaces the parts with other objects while they are gathered
         if self._parts.refresh():
             self._reshard()
             self._parts.refresh()
@@ -254,13 +257,13 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             ddp_setup.broadcast_buffers(module, self._losses.found, {})
 
     def _reshard(self) -> None:
-        """Let each rank hold its parts alone, even if a forward without a backward has left parameters gathered."""
+        """Free gathered parameters, which a forward without a backward may have left."""
         for module in self._sharded:
             module.reshard()
 
     @property
     def exchanges_in_forward(self) -> bool:
-        """Whether each forward waits for all ranks: those of sharded modules do."""
+        """Whether each forward waits for all ranks, as forwards of sharded modules do."""
         return bool(self._sharded)
 
     @with_losses
@@ -276,12 +279,12 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             self._set_gradient_sync(enabled=not before)
 
     def _set_gradient_sync(self, *, enabled: bool) -> None:
-        """Let FSDP2 reduce gradients in backward, or accumulate them whole on each rank."""
+        """Set whether FSDP2 reduces gradients in backward, or accumulates whole gradients on each rank."""
         for module in self._sharded:
             module.set_requires_gradient_sync(enabled, recurse=False)
 
     def on_validation_end(self) -> None:
-        """Leave no parameter gathered: a forward without a backward leaves those of the outermost sharded modules so."""
+        """Free the parameters of the outermost sharded modules, which remain gathered after a forward without a backward."""
         super().on_validation_end()
         self._reshard()
 
@@ -298,7 +301,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or a folder, that of rank 0."""
+        """Load a file or a folder from the path given on rank 0."""
         return super().load_checkpoint(Path(self.broadcast(checkpoint_path)), weights_only=weights_only)
 
     def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -308,14 +311,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, of divided parameters this rank's part."""
+        """Load the module's state, and only this rank's part of divided parameters."""
         self._reshard()
         super().load_model_state_dict(checkpoint, strict=strict)
 
     # ------------------------------------------------------------------ end
 
     def teardown(self) -> None:
-        """Give the module back as it came, but for what fully_shard has divided."""
+        """Restore the module, except for parameters that fully_shard has divided."""
         if self._layer_sync is not None:
             self._layer_sync.revert(self._losses.module)
         self._reshard()
@@ -333,7 +336,7 @@ def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 def _refuse_other_parallelism(module: nn.Module) -> None:
-    """Refuse a module with parameters divided otherwise than over all ranks, or not at all.
+    """Reject a module without divided parameters, or with parameters that are not divided over all ranks.
 
     Raises:
         ConfigurationError: naming parameters.
@@ -357,7 +360,7 @@ def _refuse_other_parallelism(module: nn.Module) -> None:
         "of all ranks are supported; tensor parallelism is not.",
     )
 
-    # what has replicas: on one mesh, so that a rank has the same replicas of all that it holds
+    # parameters with replicas must be on one mesh, so that all parts of a rank are replicated on the same ranks
     meshes = {name: p.device_mesh for name, p in found.items() if replicated_dim(p) is not None}
     texts = [f"{name} over {mesh.mesh.tolist()}" for name, mesh in meshes.items()]
     expect(
@@ -370,7 +373,7 @@ def _refuse_other_parallelism(module: nn.Module) -> None:
 
 
 def _note_names_(module: nn.Module) -> None:
-    """Note on each parameter the names that it has before ``configure_model``, for ``_refuse_losses``."""
+    """Store on each parameter its names before ``configure_model``, for ``_refuse_losses``."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -379,7 +382,7 @@ def _note_names_(module: nn.Module) -> None:
 
 
 def _refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
-    """Refuse losses that ``fully_shard`` has divided, and those that share a parameter with a divided module.
+    """Reject losses that ``fully_shard`` has divided, and losses that share a parameter with a divided module.
 
     Raises:
         ConfigurationError: naming losses and parameters.
@@ -402,7 +405,7 @@ def _refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
             got=f"{listed(unknown)} made inside it",
             fix="Make the loss in __init__, or install torch 2.13.",
         )
-    # fully_shard gives a module another parameter than the one that it shared
+    # fully_shard replaces a module's parameter, which is then no longer shared
     tensors = dict(module.named_parameters(remove_duplicate=False))
     torn = []
     for name, parameter in tensors.items():
@@ -426,7 +429,7 @@ def _whole_among_parts(group: dict[str, Any]) -> list[Tensor]:
 
 
 def _refuse_mixed_groups(module: nn.Module, number: int, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a parameter group that is to step divided and whole parameters in one call, which torch cannot.
+    """Reject a parameter group that steps divided and whole parameters in one call, which torch does not support.
 
     Raises:
         ConfigurationError: naming parameters.
@@ -444,7 +447,7 @@ def _refuse_mixed_groups(module: nn.Module, number: int, optimizer: torch.optim.
 
 
 def _is_over_all_ranks(parameter: DTensor) -> bool:
-    """Return whether gradients are averaged over all ranks: one dimension of the mesh divides, others replicate."""
+    """Return whether gradients are averaged over all ranks: one dimension of the mesh is divided, any others are replicated."""
     shards = sum(placement.is_shard() for placement in parameter.placements)
     replicas = sum(placement.is_replicate() for placement in parameter.placements)
     covers = parameter.device_mesh.size() == process_groups.world_size()
@@ -452,7 +455,7 @@ def _is_over_all_ranks(parameter: DTensor) -> bool:
 
 
 def replicated_dim(parameter: Tensor) -> int | None:
-    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter. None if each part is on one rank."""
+    """Return the dimension of the mesh along which a divided parameter is replicated, or None if each part is on one rank."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -471,12 +474,12 @@ def _placement(parameter: DTensor) -> str:
 
 
 def _share_whole_parameters(module: nn.Module) -> None:
-    """Give all ranks rank 0's values of parameters that ``fully_shard`` has yet to divide, if they differ.
+    """Broadcast rank 0's values of parameters that ``fully_shard`` will divide, if they differ.
 
-    Each rank keeps its part of its own values, and no part has a replica: weights that were loaded on rank 0 alone, or drawn with
-    other seeds, would make a model that no process ever had. (DDP's first broadcast does the same for its module.)
+    Otherwise each rank would keep its part of its own values. If weights were loaded only on rank 0 or drawn with different seeds, the
+    parts would not form a consistent model. (DDP's first broadcast does the same for its module.)
 
-    Communication: one handshake. One broadcast per 64 MiB of what differs.
+    Communication: one handshake. One broadcast per 64 MiB of parameters that differ.
     """
     names, whole = [], []
     for name, parameter in module.named_parameters():
@@ -484,21 +487,21 @@ def _share_whole_parameters(module: nn.Module) -> None:
             continue
         names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
         whole.append(parameter)
-    # 1. the names of the hashed values, then the hashes
+    # 1. exchange a hash of the names, followed by hashes of the values
     own = array("q", [hash_lines(names), *fingerprints(whole)]).tobytes()
     tables = [array("q", sent) for sent in handshake.all_gather_between_steps("parameters to be divided", {}, own)]
     if len({table[0] for table in tables}) > 1:
-        return  # the names of all tensors are compared when all are there
-    # 2. rank 0's, if some rank has another
+        return  # the names of all tensors are compared later
+    # 2. broadcast rank 0's values of parameters that differ
     columns = list(zip(*tables, strict=True))[1:]
     differ = [p for p, column in zip(whole, columns, strict=True) if len(set(column)) > 1]
     raw_collectives.broadcast_(differ)
 
 
 def _broadcast_whole_tensors(module: nn.Module) -> None:
-    """Give all ranks rank 0's values of whole parameters. Parts of the model and classes of a loss are each rank's own.
+    """Broadcast rank 0's values of whole parameters and buffers, but not of parts of the model or class shards.
 
-    Where parts have replicas (HSDP), these get the first one's.
+    If parts have replicas (HSDP), the values of the first replica are broadcast to the others.
 
     Communication: one broadcast per 64 MiB of whole parameters, and one for each part that has replicas.
     """

@@ -121,7 +121,7 @@ class Interruptions(FitPart):
     def _after_error(self, trainer: pl.Trainer, _module: pl.LightningModule, exception: BaseException) -> None:
         """Inform the peers, then decide which callbacks after this one may save, and with which ranks.
 
-        Ranks that end by SIGTERM after the same step have no error. They save together.
+        Ranks that end by SIGTERM after the same step do not have an error, and save together.
 
         Communication: one handshake, paired with the peers' next one, and a second one if a state is divided and all ranks have the error.
         """

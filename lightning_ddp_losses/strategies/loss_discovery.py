@@ -1,4 +1,4 @@
-"""Which submodules of a LightningModule are losses, and which parameters are theirs alone."""
+"""Finds the submodules of a LightningModule that are losses, and whether they share parameters with the model."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _loss_types: list[type] = [
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """Describes a loss and its place.
+    """Describes a loss and its path.
 
     Attributes:
         name: Path from the LightningModule (``loss``, ``heads.arc``).
-        module: The module that is called. For a compiled loss the compiled wrapper.
-        learnable: True if it has parameters.
-        owned: True if the strategy reduces its parameters. False without parameters, and for a loss that shares one with
+        module: The module that is called, which is the compiled wrapper for a compiled loss.
+        learnable: True if the loss has parameters.
+        owned: True if the strategy reduces its parameters. False for a loss without parameters, and for a loss that shares a parameter with
             the model.
     """
 
@@ -56,7 +56,7 @@ class FoundLoss:
 
     @property
     def title(self) -> str:
-        """Names class and path, for messages."""
+        """Class and path of the loss, for messages."""
         return f"{type(uncompiled(self.module)).__name__} `{self.name}`"
 
 
@@ -87,16 +87,16 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
 
     Args:
         root: The LightningModule.
-        losses: ``"auto"``: by type. A list: exactly these paths. Another string: a regular expression that must match
-            a whole path. It takes modules with parameters of any type, and if there are none, losses without parameters.
+        losses: ``"auto"`` finds losses by type. A list contains exact paths. Any other string is a regular expression that must match a
+            whole path. It matches modules of any type with parameters, or losses without parameters if there are no such modules.
 
     Raises:
-        ConfigurationError: a name without a match (with the names that exist).
+        ConfigurationError: for a name without a match (with the names that exist).
     """
-    # by type
+    # find losses by type
     if losses == "auto":
         return _describe(root, list(_outermost(root, lambda _, module: is_loss(module))))
-    # by a regular expression over whole paths
+    # find losses by a regular expression for whole paths
     if isinstance(losses, str):
         try:
             pattern = re.compile(losses)
@@ -105,12 +105,12 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
                 "losses", expected="'auto', a list of names, or a regular expression", got=f"{losses!r}: {error}"
             ) from None
         found = list(_outermost(root, lambda n, m: bool(pattern.fullmatch(n)) and _has_parameters(m)))
-        if not found:  # the same configuration with a loss that has no weights
+        if not found:  # the same configuration may be used with a loss without weights
             found = list(_outermost(root, lambda n, m: bool(pattern.fullmatch(n)) and is_loss(m)))
         if not found:
             raise _no_match(root, f"the regular expression {losses!r}")
         return _describe(root, found)
-    # by name
+    # find losses by name
     modules = dict(root.named_modules(remove_duplicate=False))
     for name in losses:
         if name not in modules or name == "":
@@ -120,7 +120,7 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
 
 
 def _outermost(root: nn.Module, matches: Callable[[str, nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the matching modules that lie in no other matching one, depth first."""
+    """Yield the matching modules that are not inside another matching module, depth first."""
     seen = {id(root)}
     stack = [(name, child) for name, child in root.named_children()][::-1]
     while stack:
@@ -178,11 +178,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def loss_kinds(losses: Iterable[FoundLoss]) -> list[str]:
-    """Return ``name: class`` of each loss. Of one that only evaluates another over all ranks or divides its classes, that one's class."""
+    """Return ``name: class`` of each loss, with the inner class if a loss only evaluates another over all ranks or divides its classes."""
     found = []
     for loss in losses:
         module = uncompiled(loss.module)
-        # a checkpoint moves between a loss and what wraps it where their parameters have the same names
+        # a checkpoint can be exchanged between a loss and its wrapper if their parameters have the same names
         module = wrapped_module(module) or module
         inner = getattr(module, "loss", None)
         while type(module).__module__.partition(".")[0] == _PACKAGE and isinstance(inner, nn.Module):

@@ -1,19 +1,19 @@
-"""What a fit does to its losses: what surrounds each call, and a place for hidden losses.
+"""What a fit adds to its losses: patches around each call, the call check, and the adoption of hidden losses.
 
-* Around each call of a loss: precision, input checks, its parameters kept in the graph, and a count. A patch sits in the loss's instance
-  as its ``forward`` for the length of a fit: attributes, parameter names and hooks stay those of the plain module. A copy or a pickle of
-  the loss carries the plain ``forward`` again, so both need no peer. How the loss computes is planned once (``FullPrecisionPlan``). A call
-  makes another plan if dtypes, devices, autocast, or the modules and parameters inside the loss are not those of the last call.
-* The call check: one handshake in each synchronising backward with the number of calls and rows of each loss on each rank. It is exchanged
-  at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the model's parameters,
-  which runs before DDP's own, finds that point by counting bytes, as all ranks do. Without such gradients it is the end of autograd's
-  backward. By then backward has passed through the losses. The upstream gradients of their global values travel along and are compared
-  before anything is reduced. Peers of a rank with a loss that failed in backward meet it here. Payloads of checks travel along too, and
-  small gradients of the losses (``LossReducer``).
-* A hidden loss, which the module does not register: the same refusal on every rank, or a place under ``_adopted_losses`` for the length of
-  a fit. Checkpoints hold adopted losses also after it.
-* With ``global_batch="auto"`` the patch hands the call to a wrapper that evaluates the loss over the rows of all ranks. Losses and
-  strategies do not know each other. The package hands the wrapper over when it is imported.
+* Patches handle precision, input checks, unused parameters in the graph, and a count around each call of a loss. A patch replaces
+  ``forward`` in the loss's instance during a fit, so attributes, parameter names and hooks are unchanged. Copies and pickles of the loss
+  contain the plain ``forward``, so they do not communicate. The computation of a loss is planned once (``FullPrecisionPlan``). A call
+  makes a new plan if dtypes, devices, autocast, or the modules and parameters inside the loss differ from the last call.
+* The call check is one handshake in each synchronising backward with the number of calls and rows of each loss on each rank. It is always
+  exchanged at the same point, before the first gradients of the model are sent, where a missing peer would cause a hang. A hook on the
+  model's parameters, which runs before DDP's hook, determines this point by counting bytes, in the same way on all ranks. Without such
+  gradients, it is the end of autograd's backward. At this point, backward has passed through the losses. The upstream gradients of their
+  global values are sent in the same handshake and compared before anything is reduced. If a loss has failed in backward on one rank, its
+  peers receive the error in this handshake. It also contains payloads of checks, and small gradients of the losses (``LossReducer``).
+* A hidden loss, which is not registered in the module, raises the same error on every rank, or is registered under ``_adopted_losses``
+  during a fit. Checkpoints also contain adopted losses after the fit.
+* With ``global_batch="auto"``, the patch passes the call to a wrapper that evaluates the loss over the rows of all ranks. Losses and
+  strategies do not import each other. The package sets the wrapper when it is imported.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, i
 from lightning_ddp_losses.strategies.loss_reducer import Gradients, LossReducer, ReductionPlan
 from lightning_ddp_losses.strategies.shards import shard_losses
 
-_CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
+_CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient already exists
 _CALLS, _UPSTREAM_GRADIENTS, _GRADIENTS = "calls", "upstream gradients", "gradients"  # notes of the call check
 _KIND = attrgetter("dtype", "device", "requires_grad")
 _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
@@ -62,9 +62,9 @@ class LossForwardPatch(MethodPatch):
 
     Attributes:
         sees_global_batch: True if the loss evaluates the rows of all ranks.
-        counting: True if calls count (only inside ``training_step``, with gradients on).
-        calls: Calls since the last call check.
-        rows: Rows of those calls, summed.
+        counting: True if calls are counted (only inside ``training_step``, with gradients enabled).
+        calls: Number of calls since the last call check.
+        rows: Total number of rows in these calls.
     """
 
     def __init__(self, loss: FoundLoss, *, refuse_nan: bool, global_loss: nn.Module | None = None) -> None:
@@ -73,9 +73,9 @@ class LossForwardPatch(MethodPatch):
         self._inner = uncompiled(loss.module)
         self._title = loss.title
         self.sees_global_batch = loss.sees_global_batch or global_loss is not None
-        # a global loss of ours computes wide, and sends rows in the dtype that they have
+        # global losses of this package compute in full precision themselves, and send rows in their dtype
         self._computes_wide = loss.sees_global_batch and isinstance(self._inner, WithProcessGroup)
-        self._global_loss = global_loss  # evaluates the loss over all ranks, and comes back here for the loss itself
+        self._global_loss = global_loss  # evaluates the loss over all ranks, and calls this patch for the loss itself
         self._in_global_loss = False
         self.counting = False
         self.calls = self.rows = 0
@@ -94,7 +94,7 @@ class LossForwardPatch(MethodPatch):
         if self.counting and torch.is_grad_enabled():
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
-        # 2. check the inputs. To look at values on an accelerator waits for it
+        # 2. check the inputs. Reading values on an accelerator waits for it
         given = inputs.tensors_in((args, kwargs))
         read = self.value_reading.next_call(given)
         self.value_reading.raise_late()
@@ -123,11 +123,11 @@ class LossForwardPatch(MethodPatch):
         plan = self._plan_for(given)
         return plan.run(self.module, self.original, args, kwargs, self._contents.parameters, given)
 
-    @eager_recursive  # compiled, it would be compiled again for each plan
+    @eager_recursive  # if compiled, it would be recompiled for each plan
     def _plan_for(self, given: Sequence[Tensor]) -> FullPrecisionPlan:
-        """Return the plan of a call: the last one, unless the loss holds something else or its tensors are of another kind.
+        """Return the plan of a call, which is the last one unless the contents of the loss or the kinds of its tensors have changed.
 
-        (pytorch-metric-learning assigns the data of its weights in forward, in another dtype if the inputs have one.)
+        (pytorch-metric-learning assigns the data of its weights in forward, converted to the dtype of the inputs.)
         """
         contents = self._contents
         is_other = contents.refresh()
@@ -144,7 +144,7 @@ class LossCalls(FitPart):
     """The forward patches of all losses of a fit.
 
     Attributes:
-        patches: One for each loss of the fit.
+        patches: One patch for each loss of the fit.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -153,12 +153,12 @@ class LossCalls(FitPart):
         self._installed: list[LossForwardPatch | UnregisteredLossPatch] = []
 
     def install(self, idle: Mapping[str, nn.Module]) -> None:
-        """Patch the losses that are known now, and watch those hidden modules that are losses.
+        """Patch the losses that have been found, and watch hidden modules that are losses.
 
         Args:
-            idle: By path, hidden modules that no optimizer holds.
+            idle: Hidden modules whose parameters are not in any optimizer, by path.
         """
-        # if a scaler looks for overflow, NaN is its business
+        # a gradient scaler handles NaN itself
         refuse_nan = getattr(self.fit.strategy.precision_plugin, "scaler", None) is None
         for loss in self.fit.found:
             global_loss = _wrap_global(loss, self.fit.module) if self.fit.options.global_batch else None
@@ -170,7 +170,7 @@ class LossCalls(FitPart):
             self.undo.callback(patch.remove)
 
     def count(self, *, on: bool) -> None:
-        """Count calls from now on, or stop counting."""
+        """Start or stop counting calls."""
         for patch in self._installed:
             patch.counting = on
 
@@ -185,8 +185,8 @@ class Calls:
     Attributes:
         parameters: Parameters that the strategy reduces in this backward.
         step: Number of the step.
-        expected: Per loss, whether its parameters may hold gradients.
-        uneven: Rows of each rank, by the title of a loss with different numbers.
+        expected: For each loss, whether its parameters may have gradients.
+        uneven: Rows of each rank for losses with different numbers, by title.
     """
 
     parameters: ReductionPlan
@@ -196,12 +196,12 @@ class Calls:
 
 
 class Attached(NamedTuple):
-    """What a part outside this file sends in each call check.
+    """A note that code outside this file sends in each call check.
 
     Attributes:
-        name: Name of its note.
+        name: Name of the note.
         measure: Returns this rank's bytes. Must not raise.
-        judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
+        judge: Receives the bytes of all ranks in rank order. Its errors must be equal on all ranks.
     """
 
     name: str
@@ -213,10 +213,10 @@ class CallCheck:
     """Compares the ranks' calls in each synchronising backward.
 
     Args:
-        reducer: Averages gradients, and sends few bytes of them along.
-        counters: The calls of each loss.
+        reducer: Averages gradients, and sends small ones in the handshake.
+        counters: Patches that count the calls of each loss.
 
-    Communication: one handshake per synchronising backward, one more in a step with new parameters.
+    Communication: one handshake per synchronising backward, and one more in a step with new parameters.
     """
 
     def __init__(self, reducer: LossReducer, counters: Sequence[LossForwardPatch]) -> None:
@@ -232,29 +232,29 @@ class CallCheck:
         self.watch_gradients()
 
     def watch_gradients(self) -> None:
-        """Count the bytes of gradient that the model's DDP gets. Call it again when it reduces other parameters."""
+        """Count the gradient bytes that the model's DDP receives. Call this again when DDP reduces other parameters."""
         self.remove()
-        # a gradient reaches this hook before it reaches DDP
+        # this hook is called before DDP's hook
         self._hooks = [
             p.register_hook(partial(self._on_gradient, p.nbytes))  # type: ignore[no-untyped-call]
             for p in self._parameters.elsewhere.values()
         ]
 
     def remove(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def attach(self, name: str, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
-        """Send a note in each call check, as ``Attached`` describes it. A second note of a name gets a number."""
+        """Send a note in each call check, as described in ``Attached``. A number is added to a name that is already used."""
         names = {attached.name for attached in self._attached}
         if name in names:
             name = f"{name} {len(names)}"
         self._attached.append(Attached(name, measure, judge))
 
     def start(self, step: int) -> None:
-        """Prepare the handshake of a synchronising backward: what ran on this rank. Counts start again from zero."""
+        """Prepare the handshake of a synchronising backward with the calls on this rank, and reset the counts."""
         plan = self._parameters.plan()
         before = Gradients(plan)
         self._reducer.start_backward(before, [counter.calls > 0 for counter in self._counters])
@@ -270,7 +270,7 @@ class CallCheck:
         self._calls = Calls(plan, step)
         self._is_unsent = True
         self._ready_bytes = 0
-        # upstream gradients of global values travel along
+        # record upstream gradients of global values, which are sent in the same handshake
         self._upstream_grads.start()
 
     def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
@@ -282,21 +282,21 @@ class CallCheck:
         """Exchange the handshake of this backward, once.
 
         Raises:
-            LossCallError: on every rank, when a learnable loss ran on some ranks only.
-            RankMismatchError: on every rank, when parameters differ by name, shape or dtype, when the ranks weigh a global value
-                differently, or when a parameter created after the wrap does not start equal.
+            LossCallError: on every rank, when a learnable loss ran only on some ranks.
+            RankMismatchError: on every rank, when parameters differ by name, shape or dtype, when the ranks weight a global value
+                differently, or when the initial values of a parameter created after the wrap differ.
         """
         calls = self._calls
         if calls is None or not self._is_unsent:
             return
         self._is_unsent = False
         plan = calls.parameters
-        # 1. what has come up since this backward began
+        # 1. post small gradients and upstream gradients, which were computed in this backward
         self._ledger.post(_GRADIENTS, self._reducer.pack(plan))
         self._ledger.post(_UPSTREAM_GRADIENTS, self._upstream_grads.take().encode())
-        # 2. all notes of all ranks
+        # 2. exchange all notes
         notes = self._ledger.meet(plan.calls, {"step": calls.step})
-        # 3. what follows from them
+        # 3. compare the notes of all ranks
         self._compare_calls_(calls, notes[_CALLS])
         refuse_other_upstream_grads([noted.decode() for noted in notes[_UPSTREAM_GRADIENTS]])
         for attached in self._attached:
@@ -306,13 +306,13 @@ class CallCheck:
             self._parameters.admit(plan.new)
 
     def finish(self) -> Calls | None:
-        """Return the calls of all ranks, and exchange them now if backward did not. None if no handshake was prepared."""
+        """Return the calls of all ranks, after exchanging them unless backward has done so. None if no handshake was prepared."""
         self.exchange()
         calls, self._calls = self._calls, None
         return calls
 
     def _compare_calls_(self, calls: Calls, packed: Sequence[bytes]) -> None:
-        """Complete the calls with the numbers of all ranks, or refuse losses that ran on some ranks only."""
+        """Add the numbers of all ranks to the calls, or raise an error for losses that ran only on some ranks."""
         by_rank = [list(_CALL.iter_unpack(own)) for own in packed]
         missing: list[str] = []
         for counter, of_ranks in zip(self._counters, zip(*by_rank, strict=True), strict=True):
@@ -328,13 +328,13 @@ class CallCheck:
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:
-    """Return the text for a loss that ran on some ranks only."""
+    """Return the text for a loss that ran only on some ranks."""
     ranks = [f"{c} call{'s' * (c > 1)} on {r} rows" if c else "not called" for c, r in zip(calls, rows, strict=True)]
     return format_error(f"{title} ran on some ranks only", expected="every rank or none", ranks=ranks)
 
 
 def refuse_other_upstream_grads(noted: Sequence[str]) -> None:
-    """Refuse global values that came back in backward with different upstream gradients, as each rank noted them.
+    """Reject global values whose upstream gradients, as recorded by each rank, differ.
 
     Raises:
         RankMismatchError: on every rank.
@@ -355,7 +355,7 @@ def refuse_other_upstream_grads(noted: Sequence[str]) -> None:
 
 
 class UnregisteredLossPatch(MethodPatch):
-    """Watches an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
+    """Raises an error if an unregistered loss that is not in any optimizer is called in ``training_step`` with gradients."""
 
     def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module)
@@ -376,19 +376,19 @@ class UnregisteredLossPatch(MethodPatch):
 
 
 class Adoption(FitPart):
-    """Registers hidden losses for the length of a fit, and keeps them for checkpoints. Without ``adopt`` they are refused."""
+    """Registers hidden losses during a fit, and keeps them for checkpoints. Without ``adopt`` they are rejected."""
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self._modules: nn.ModuleDict | None = None
 
     def setup(self) -> None:
-        """Forget the losses of an earlier fit. Until the next one, checkpoints hold them."""
+        """Reset the losses of an earlier fit, which checkpoints contain until the next fit."""
         if self.fit.is_fitting:
             self._modules = None
 
     def find(self) -> Hidden:
-        """Search the module, the callbacks and the data module for hidden losses. Refuse those that will not be adopted.
+        """Search the module, the callbacks and the data module for hidden losses. Reject losses that will not be adopted.
 
         Raises:
             HiddenLossError: on every rank, with the paths.
@@ -414,15 +414,15 @@ class Adoption(FitPart):
         """Register the optimised hidden modules under ``module._adopted_losses``, on the device, sharded or equal on all ranks.
 
         Returns:
-            Them, as the strategy knows losses.
+            Descriptions of the adopted losses.
 
-        Communication: one broadcast. What ``shard_losses`` needs. (That all ranks adopt the same was compared in ``find``.)
+        Communication: one broadcast, and the communication of ``shard_losses``. (``find`` has checked that ranks adopt the same modules.)
         """
         strategy, adopted = self.fit.strategy, nn.ModuleDict()
         for path, found in hidden.optimised.items():
             key = re.sub(r"\W+", "_", path.removeprefix("self.")).strip("_")
             adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
-        shard_losses(adopted)  # before its values are remembered
+        shard_losses(adopted)  # before the original values are stored
         keeper = precision.PrecisionKeeper()
         keeper.remember([adopted])
         strategy.precision_plugin.convert_module(adopted)
@@ -431,7 +431,7 @@ class Adoption(FitPart):
         self.fit.module.add_module(ADOPTED, adopted)
         self.undo.callback(delattr, self.fit.module, ADOPTED)
         ddp = strategy.wrapped_model
-        if ddp is not None:  # it reads the buffers of the live module in each step
+        if ddp is not None:  # DDP reads the buffers of the current module in each step
             ddp.parameters_to_ignore |= {f"{ADOPTED}.{name}" for name, _ in adopted.named_buffers()}
         raw_collectives.broadcast_([tensor for _, tensor in named_tensors(adopted) if shard_of(tensor) is None])
         rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
@@ -441,20 +441,20 @@ class Adoption(FitPart):
     # ------------------------------------------------------------------ checkpoints
 
     def parameters_with_adopted(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the module's parameters, and those of adopted losses also after the fit."""
+        """Return the parameters of the module and of adopted losses, also after the fit."""
         named = dict(module.named_parameters())
         if self._modules is not None:
             named.update(self._modules.named_parameters(prefix=ADOPTED))
         return named
 
     def state_with_adopted(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the module's state, with that of adopted losses also after the fit."""
+        """Return the state of the module and of adopted losses, also after the fit."""
         if self._modules is None:
             return dict(state)
         return {**state, **self._modules.state_dict(prefix=f"{ADOPTED}.")}
 
     def state_to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint's state without adopted losses where none are registered (validate, test, predict)."""
+        """Return a checkpoint's state, without adopted losses if none are registered (validate, test, predict)."""
         if hasattr(self.fit.module, ADOPTED):
             return dict(state)
         return {key: value for key, value in state.items() if not key.startswith(f"{ADOPTED}.")}
@@ -496,15 +496,15 @@ def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
-    """Return the loss over all ranks, around the loss itself. None for one that is no PML loss, or global already.
+    """Return a wrapper that evaluates the loss over all ranks, or None if the loss is not a PML loss or is already global.
 
     Args:
-        loss: Found in ``root``.
+        loss: Loss found in ``root``.
         root: The LightningModule.
 
     Raises:
-        ConfigurationError: for a cross-batch memory: only an explicit wrapper can save its position. For a loss inside a wrapper that
-            gathers already.
+        ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save, and for a loss inside a wrapper that
+            already gathers.
     """
     inner = uncompiled(loss.module)
     if loss.sees_global_batch:
@@ -516,7 +516,7 @@ def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
         got="a CrossBatchMemory, whose queue position would not be saved",
         fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
     )
-    # no loss inside a wrapper of PML's that gathers
+    # reject a loss inside a PML wrapper that gathers
     path = loss.name.split(".")
     for depth in range(1, len(path)):
         expect(

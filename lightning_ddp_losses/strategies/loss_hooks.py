@@ -1,10 +1,11 @@
-"""`LossHooks`: Lightning's hooks that all strategies with learnable losses have in common, in the order of a fit.
+"""`LossHooks`: Lightning's hooks that are common to all strategies with learnable losses, in the order of a fit.
 
-Each asks ``LossParallelism``. The strategies themselves parallelise the model (``ddp_losses``, ``fsdp_losses``).
+The hooks call ``LossParallelism``. The strategies themselves parallelise the model (``ddp_losses``, ``fsdp_losses``).
 
-A checkpoint is a file as one process would have written it, or a folder into which each rank writes its parts (``checkpoint_folder``).
-Both continue under any strategy and on any number of ranks. A file is whole or does not exist, and an error of one rank is an error on all
-(``checkpoint_files``). ``shards`` joins the weights that are divided over the ranks, and divides them again.
+A checkpoint is a file that one process could have written, or a folder into which each rank writes its parts (``checkpoint_folder``).
+Training can continue from both under any strategy and on any number of ranks. A file is either complete or does not exist, and an error on
+one rank is an error on all ranks (``checkpoint_files``). ``shards`` joins the weights that are divided over the ranks, and divides them
+again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def with_losses(hook: H) -> H:
-    """Let a hook run if the strategy has losses to look after. Under ``losses=[]`` Lightning's own hook runs instead."""
+    """Run a hook only if the strategy handles losses. With ``losses=[]``, Lightning's hook runs instead."""
 
     @functools.wraps(hook)
     def run(self: LossHooks, *args: Any, **kwargs: Any) -> Any:
@@ -59,10 +60,10 @@ def with_losses(hook: H) -> H:
 
 
 class LossHooks(HostStrategy):
-    """Lightning's hooks around steps and checkpoints. To be named before Lightning's own strategy among the bases.
+    """Lightning's hooks around steps and checkpoints. This class must precede Lightning's strategy in the list of base classes.
 
     Attributes:
-        closure_loss: While its backward runs: what an attached check may look at.
+        closure_loss: The loss while its backward runs, for attached checks. Otherwise None.
     """
 
     kinds_of_parts = PARTS
@@ -86,7 +87,7 @@ class LossHooks(HostStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
-        """Start the world over keys that no former attempt has written. Lightning finds it started. Our groups follow its time-out."""
+        """Create the process group, with keys that no earlier attempt has written. Internal groups use its timeout."""
         is_external, timeout = process_groups.is_distributed(), self._timeout  # type: ignore[attr-defined]  # of both strategies
         self.set_world_ranks()  # type: ignore[attr-defined]  # as above
         if not is_external and self.world_size > 1:
@@ -98,7 +99,7 @@ class LossHooks(HostStrategy):
         self._losses.call("setup_environment")
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Find the losses, let Lightning set up the model without their parameters, synchronise both."""
+        """Find the losses, let Lightning set up the model without their parameters, and synchronise both."""
         self._losses.setup(trainer, super().setup)
 
     def model_to_device(self) -> None:
@@ -110,7 +111,7 @@ class LossHooks(HostStrategy):
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader as this rank should have it."""
+        """Return the loader that this rank should use."""
         return super().process_dataloader(self._losses.change("process_dataloader", dataloader))
 
     def on_train_start(self) -> None:
@@ -120,14 +121,14 @@ class LossHooks(HostStrategy):
         self._losses.call("on_train_start")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Look at a training batch."""
+        """Process the start of a training batch."""
         self._losses.call("on_train_batch_start", batch, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the module's training step. What fails on one rank ends all of them at the peers' next handshake."""
+        """Run the module's training step. If it fails on one rank, the other ranks raise the error in their next handshake."""
         if self._losses.reducer is None:
             return super().training_step(*args, **kwargs)
         with self._losses.training_step():
@@ -155,32 +156,32 @@ class LossHooks(HostStrategy):
 
     @property
     def randomness(self) -> str:
-        """Which random numbers training steps draw."""
+        """The random numbers that training steps draw: ``"rank"`` or ``"global"``."""
         return self._losses.options.randomness
 
     @property
     def evaluation(self) -> str:
-        """How rows are dealt in validation, test and prediction: ``"exact"`` or ``"padded"``."""
+        """How rows are distributed in validation, test and prediction: ``"exact"`` or ``"padded"``."""
         return self._losses.options.evaluation
 
     @contextlib.contextmanager
     def window(self, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
-        """Make the micro-batches inside the block one batch, in manual optimisation with ``accumulation="window"``.
+        """Treat the micro-batches inside the block as one batch, in manual optimisation with ``accumulation="window"``.
 
         Run the forward of each in ``with window.micro_batch():``, unless ``expect_counts`` was called before and ``micro_batches`` is the
-        number of calls of each loss. After the block all gradients are those of one process on the rows of all ranks and micro-batches.
-        Step then.
+        number of calls of each loss. After the block, all gradients equal the gradients of one process on the rows of all ranks and
+        micro-batches. Call the optimizer's step after the block.
 
         Args:
-            micro_batches: About how many there will be. Only the size of gradients inside the block depends on it.
+            micro_batches: Approximate number of micro-batches, which only affects the size of gradients inside the block.
 
         Yields:
             The window.
 
         Raises:
-            ConfigurationError: without ``accumulation="window"``, and for what ``accumulation_window`` refuses.
+            ConfigurationError: without ``accumulation="window"``, and in all cases that ``accumulation_window`` rejects.
 
-        Communication: one handshake on leaving.
+        Communication: one handshake at the end of the block.
         """
         if self.accumulation != "window" or self._losses.reducer is None or self._losses.module.automatic_optimization:
             raise ConfigurationError(
@@ -195,22 +196,21 @@ class LossHooks(HostStrategy):
     def expect_counts(
         self, counts: Counts | None = None, totals: Mapping[str, float | Sequence[float]] | None = None
     ) -> None:
-        """Take what losses count in the whole accumulation window.
+        """Set the counts of losses for the whole accumulation window.
 
-        Gradients are then divided by the right number from the start, without a correction at the end. This is needed if the counts of
-        losses are not in the same proportion in each micro-batch. A method ``loss_counts(batch)`` of the module does it in automatic
-        optimisation. Else call this on every rank before the window's first backward, in
-        ``training_step`` or a hook before it.
+        Gradients are then divided by the correct number from the start, without a correction at the end. This is required if the counts of
+        losses are not in the same proportion in each micro-batch. In automatic optimisation, a method ``loss_counts(batch)`` of the module
+        has the same effect. Otherwise call this on every rank before the window's first backward, in ``training_step`` or an earlier hook.
 
         Args:
-            counts: This rank's own count in all micro-batches of the window together: one number for all losses, or by the path of a loss
-                in the module, or by the name of a ``global_mean``. A list if the loss is called several times in a micro-batch, or
-                has several means.
-            totals: By name of a ``global_mean``, this rank's sums in all micro-batches together, for what is not linear in its mean.
+            counts: This rank's count over all micro-batches of the window: one number for all losses, or numbers by the path of a loss in
+                the module, or by the name of a ``global_mean``. A list if the loss is called several times in a micro-batch, or has several
+                means.
+            totals: By name of a ``global_mean``, this rank's sums over all micro-batches, for terms that are not linear in its mean.
 
         Raises:
             ConfigurationError: without ``accumulation="window"``.
-            InputError: on every rank, for counts that are negative or not finite, or that come late.
+            InputError: on every rank, for counts that are negative or not finite, or that are set too late.
 
         Communication: one handshake.
         """
@@ -219,7 +219,7 @@ class LossHooks(HostStrategy):
         self._losses.part(LightningWindows).expect_counts(counts, totals)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepare the call check of a synchronising backward. Backward exchanges it before its first gradients leave."""
+        """Prepare the call check of a synchronising backward, which is exchanged before its first gradients are sent."""
         self.closure_loss = closure_loss
         check = self._losses.call_check
         if check is not None and self.sync_gradients:
@@ -227,11 +227,11 @@ class LossHooks(HostStrategy):
         super().pre_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Lightning's backward, with the losses' gradients reduced before the hooks ``on_after_backward`` see them.
+        """Run Lightning's backward, and reduce the losses' gradients before the hooks ``on_after_backward`` are called.
 
         (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.) A ``manual_backward`` runs
-        inside the autocast of ``training_step``. There even the losses' wide values would come back in halves: it is off here,
-        as it is in automatic optimisation.
+        inside the autocast of ``training_step``, in which the gradients of full-precision values would be computed in half precision.
+        Autocast is therefore disabled in backward, as in automatic optimisation.
         """
         if self._losses.has("backward_pass"):
             with self._losses.around("backward_pass"):
@@ -258,7 +258,7 @@ class LossHooks(HostStrategy):
         return closure_loss
 
     def reduce_loss_gradients(self) -> None:
-        """Average the losses' gradients over ranks, if this backward synchronises. ``backward`` calls it.
+        """Average the losses' gradients over ranks if this backward synchronises. Called by ``backward``.
 
         Raises:
             LossCallError: on every rank, for a gradient on some ranks only.
@@ -290,29 +290,30 @@ class LossHooks(HostStrategy):
             self._sync_blocked = before
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step as Lightning does, but not with gradients that an accumulation window has yet to correct."""
+        """Step like Lightning, but after the gradients of an accumulation window have been corrected."""
         if self.accumulation == "window":
             closure = self._losses.part(LightningWindows).closed(closure, optimizer)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but keep the mean of integers, in float64. A value that is global already is called waste, once.
+        """Reduce like Lightning, but return the mean of integers in float64. Advise once against reducing a value that is already global.
 
-        Lightning writes the mean of integers back into their own tensor, which floors it. A logged epoch mean is the ranks' mean sum over
-        their mean number of rows, hence too large where W does not divide the rows. (Lightning 2.6.6, issue 21859)
+        Lightning writes the mean of integers back into an integer tensor, which floors it. A logged epoch mean is the mean over ranks of
+        their sums divided by the mean of their numbers of rows, and therefore too large if W does not divide the number of rows. (Lightning
+        2.6.6, issue 21859)
 
         Args:
-            tensor: Tensor to reduce in place. Integers are not changed. Any other object is returned.
-            group: The process group. None for all ranks.
+            tensor: Tensor to reduce in place. An integer tensor is not changed if its mean is computed. Other objects are returned.
+            group: The process group. If None, all ranks.
             reduce_op: ``"mean"``, ``"sum"`` and so on, or one of ``torch.distributed.ReduceOp``.
 
         Returns:
             The reduced tensor, equal on every rank of the group.
 
         Raises:
-            RankMismatchError: on every rank, if some rank does not come, or reduces another logged value.
+            RankMismatchError: on every rank, if some rank does not call this, or reduces another logged value.
 
-        Communication: one handshake, one barrier and one all-reduce. None on the way out after an error.
+        Communication: one handshake, one barrier and one all-reduce. None after an error.
         """
         if self._losses.is_alone:
             return tensor
@@ -327,7 +328,7 @@ class LossHooks(HostStrategy):
     def attach_payload(
         self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None], *, name: str = "payload"
     ) -> bool:
-        """Let a check's bytes travel in each call check, as ``HostStrategy.attach_payload`` says."""
+        """Send a check's bytes in each call check, as described in ``HostStrategy.attach_payload``."""
         check = self._losses.call_check
         if check is not None:
             check.attach(name, measure, judge)
@@ -335,9 +336,9 @@ class LossHooks(HostStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that writes and reads files: Lightning's default writes whole files or none here, a plugin of the user's stays."""
+        """The plugin that writes and reads files. Lightning's default is replaced by one that never leaves incomplete files."""
         plugin: CheckpointIO = super().checkpoint_io
-        # a strategy that chose its plugin before would refuse those of the Trainer
+        # replaced only when it is used, because a strategy with a plugin would reject the Trainer's
         used = checkpoint_files.use_whole_files(plugin)
         if used is not plugin:
             self.checkpoint_io = used
@@ -351,7 +352,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state: for a file whole on rank 0, for a folder each rank's own. Every rank comes here."""
+        """Return the module's state, which is whole on rank 0 for a file, and this rank's part for a folder. Collective."""
         losses = self._losses
         refuse_alone(losses)
         if not losses.is_alone and self._meets_by_name():
@@ -360,10 +361,10 @@ class LossHooks(HostStrategy):
         return self._own_state() if self._writes_folder else losses.sharding.whole_state(self._own_state())
 
     def whole_module_state(self, receivers: Iterable[int]) -> dict[str, Any]:
-        """Return the plain module's state, with adopted losses, and on some ranks whole divided parameters. Every rank comes here.
+        """Return the plain module's state with adopted losses, and on ``receivers`` with whole divided parameters. Collective.
 
         Args:
-            receivers: Ranks that get the whole. Others get tensors of its shape without memory.
+            receivers: Ranks that receive whole parameters. Other ranks receive tensors of the same shape without memory.
 
         Communication: each rank sends its parts to each receiver.
         """
@@ -375,7 +376,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state: for a file whole on rank 0, for a folder each rank's own, with the names of parameters."""
+        """Return an optimizer's state: whole on rank 0 for a file, or this rank's part with names of parameters for a folder."""
         losses = self._losses
         losses.sharding.setup_shards()
         if self._writes_folder:
@@ -387,7 +388,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file or a folder, with the places of global samplers and the random states of all ranks."""
+        """Write a file or a folder, with the positions of global samplers and the random states of all ranks."""
         losses = self._losses
         interruptions = losses.part(Interruptions)
         with checkpoint_files.saved_on_all_ranks(filepath, is_collective=interruptions.saves_together(filepath)):
@@ -406,9 +407,9 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or a folder, of any strategy and number of ranks. Of a folder, tensors are read later.
+        """Load a file or a folder from any strategy and number of ranks. The tensors of a folder are read later.
 
-        An unreadable file on one rank is an error on every rank.
+        A file that one rank cannot read is an error on every rank.
         """
         file, read = checkpoint_path, self._read_file
         if is_folder(checkpoint_path):
@@ -424,7 +425,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, of divided parameters this rank's part, and no adopted losses if none are registered.
+        """Load the module's state, only this rank's part of divided parameters, and adopted losses only if they are registered.
 
         Raises:
             InputError: on every rank, for a checkpoint of another module or of other classes.
@@ -451,7 +452,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of optimizers, this rank's part of what belongs to divided parameters."""
+        """Load the states of optimizers, and only this rank's part for divided parameters."""
         path, states = self._loaded_from, []
         with checkpoint_files.loaded_on_all_ranks(path, "states of optimizers"):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
@@ -469,14 +470,14 @@ class LossHooks(HostStrategy):
         """The parameters of the module and of adopted losses, by name."""
         return self._losses.adoption.parameters_with_adopted(self._losses.module)
 
-    # ------------------------------------------------------------------ what ranks do together. After an error this rank's part
+    # ------------------------------------------------------------------ collective calls, which are local after an error
 
     def _meets_by_name(self, group: Any = None) -> bool:
-        """Return whether ranks meet before a call on a group."""
+        """Return whether ranks exchange a handshake before a call on a group."""
         return bool(self._losses.parts) and named_calls.is_of_all_ranks(group)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. An error on every rank if some rank does not come."""
+        """Wait for all ranks, or raise an error on every rank if some rank does not call this."""
         if self._losses.is_alone:
             return
         if self._meets_by_name():
@@ -484,7 +485,7 @@ class LossHooks(HostStrategy):
         super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # of the strategy behind this class
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return one rank's object on all of them. An error on every rank if some rank does not come."""
+        """Return one rank's object on all ranks, or raise an error on every rank if some rank does not call this."""
         if self._losses.is_alone:
             return obj
         if self._meets_by_name():
@@ -492,7 +493,7 @@ class LossHooks(HostStrategy):
         return super().broadcast(obj, src)  # type: ignore[safe-super]  # as above
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks. An error on every rank if some rank does not come, or has another shape."""
+        """Return the tensors of all ranks, or raise an error on every rank if some rank does not call this or shapes differ."""
         if self._meets_by_name(group):
             named_calls.meet_to_gather(tensor)
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
@@ -505,20 +506,20 @@ class LossHooks(HostStrategy):
     # ------------------------------------------------------------------ end
 
     def on_train_end(self) -> None:
-        """Look at values that the last step left on an accelerator. Communication: there one handshake."""
+        """Check values that the last step left on an accelerator. Communication: one handshake on an accelerator."""
         super().on_train_end()
         self._losses.on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the peers too if one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
+        """Raise the error on the peers too if a rank fails between two steps (in a callback, an optimizer, or Lightning)."""
         super().on_exception(exception)
         self._losses.on_exception(exception)
 
     def teardown(self) -> None:
-        """Give the module back as it came."""
+        """Restore the module."""
         try:
             self._losses.teardown()
-            with tags_kept(self._losses.module):  # it goes back to the CPU
+            with tags_kept(self._losses.module):  # the module is moved to the CPU
                 super().teardown()
         finally:
             liveness.end_run()
@@ -527,13 +528,13 @@ class LossHooks(HostStrategy):
 
 
 def _as_saved(module: nn.Module, checkpoint: Mapping[str, Any], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors of a module under the names that they have in a checkpoint, which may be of an earlier version."""
+    """Return tensors of a module by their names in a checkpoint, which may have been written by an earlier version."""
     names = saved_names(module, checkpoint["state_dict"])
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _folders() -> Any:
-    """Return ``checkpoint_folder``, which needs torch's checkpoints: to import them takes half a second."""
+    """Import and return ``checkpoint_folder`` lazily, because importing torch's checkpoint package takes half a second."""
     from lightning_ddp_losses.strategies import checkpoint_folder
 
     return checkpoint_folder
@@ -551,30 +552,31 @@ def _is_mean_of_integers(tensor: Any, reduce_op: Any) -> bool:
 def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Return the checkpoint in a folder that ranks wrote together, with whole tensors, on the CPU.
 
-    ``ModelParallelLossStrategy`` writes such folders, and so does ``DDPLossStrategy(sharded_checkpoints=True)``. For one process, without
-    any strategy, it becomes a file::
+    Such folders are written by ``ModelParallelLossStrategy`` and ``DDPLossStrategy(sharded_checkpoints=True)``. To convert a folder to a
+    file for one process without a strategy::
 
         from lightning_ddp_losses.strategies import whole_checkpoint
 
         torch.save(whole_checkpoint("logs/epoch=3.ckpt"), "epoch=3-whole.ckpt")
         module = MyModule.load_from_checkpoint("epoch=3-whole.ckpt")
 
-    (Lightning's ``consolidate_checkpoint`` makes a file too, but an optimizer's state has names there, and no optimizer takes it.)
+    (Lightning's ``consolidate_checkpoint`` also writes a file, but in it an optimizer's state is stored by name and cannot be loaded into
+    an optimizer.)
 
-    Equivalent to: ``torch.load`` of the file that the strategy would have written in place of a folder: ``state_dict`` with every parameter
-    whole, divided classes too, and ``optimizer_states`` with numbered parameters.
+    Equivalent to: ``torch.load`` of the file that the strategy would have written instead of a folder: ``state_dict`` with whole
+    parameters, including divided classes, and ``optimizer_states`` with numbered parameters.
 
     Args:
-        folder: Path of the checkpoint. Only one that you trust, as torch's own format is read with pickle.
-        weights_only: Passed to ``torch.load``, for everything but tensors.
+        folder: Path of the checkpoint. It must be trusted, because torch's format is read with pickle.
+        weights_only: Passed to ``torch.load`` for everything except tensors.
 
     Returns:
-        The checkpoint. It takes the memory of all parameters and optimizer states.
+        The checkpoint. It requires the memory of all parameters and optimizer states.
 
     Raises:
-        InputError: for a path that is no such folder.
+        InputError: if the path is not a folder of this kind.
 
-    Communication: none. Each process that calls reads the folder by itself.
+    Communication: none. Each process that calls this reads the folder separately.
     """
     path, got = Path(folder), "nothing there"
     if path.exists():

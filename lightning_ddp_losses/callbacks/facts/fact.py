@@ -1,12 +1,13 @@
-"""Facts: numbers of one rank that all ranks compare, the columns of all ranks, and the note in which they travel.
+"""Facts: numbers of one rank that all ranks compare, the columns of all ranks, and the note in which they are sent.
 
-A `Fact` names what is read, the stage of a run that reads it, and the rule over its columns. A stage collects the facts of all checks that
-are due into one array of int64 and one of float64, and sends both in one note. A rule is a pure function from columns to findings, so
-every rank has the same findings. Rows of checks of users become facts in ``user_rows.py``.
+A `Fact` specifies what is read, at which stage of a run, and the rule for its columns. A stage collects the facts of all due checks into
+one int64 array and one float64 array, and sends both in one note. A rule is a pure function from columns to findings, so every rank has the
+same findings. Rows of users' checks are converted to facts in ``user_rows.py``.
 
-A note is a head, a layout, the ints and the floats. The layout is a line of text with a part for each fact, separated by ``;``. A part has
-a code for each column, separated by ``,``: ``q`` for an int, ``d`` for a float, with a number behind it for a list of so many. The part of
-a fact without numbers is ``-``. The part of a check that failed is ``!`` and the length of its text, whose bytes are stored as ints.
+A note consists of a head, a layout, the ints and the floats. The layout is a line of text with a part for each fact, separated by ``;``. A
+part has a code for each column, separated by ``,``: ``q`` for an int and ``d`` for a float, followed by the length if the column is a list.
+The part of a fact without numbers is ``-``. The part of a check that failed is ``!`` and the length of its text, whose bytes are stored as
+ints.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Columns: TypeAlias = "dict[str, Sequence[Any]]"
 """Numbers of all ranks by the name of their column, in rank order."""
 
 Decoded: TypeAlias = "list[Sequence[Any]] | dict[int, str] | None"
-"""Columns of one fact, texts of the ranks that failed, or None if a rank has no numbers."""
+"""Columns of one fact, texts of the ranks that failed, or None if any rank sent an empty entry."""
 
-_Row: TypeAlias = "tuple[bytes, array[int], array[float]]"  # of one rank: layout, ints, floats
-_HEAD = struct.Struct("<II")  # bytes of the layout and of the ints
+_Row: TypeAlias = "tuple[bytes, array[int], array[float]]"  # layout, ints and floats of one rank
+_HEAD = struct.Struct("<II")  # sizes of the layout and of the ints in bytes
 _NO_NUMBERS, _FAILED = "-", "!"
 
 
@@ -39,16 +40,17 @@ class Fact:
     """Numbers that ranks compare at one stage.
 
     Attributes:
-        name: Name of what is read.
-        stage: Place of the run that reads it.
-        read: Function of the check that returns the numbers of this rank, without communication. If it returns a function, that is called
-            when the numbers travel: after a step one step later, when the numbers of a device have arrived. None for no numbers now.
-        rule: Pure function that returns the findings in the columns of all ranks. None for numbers that are only kept, and for findings
-            that a rank makes by itself while it reads.
-        see: Function of the check that gets the columns before the rule. It keeps figures, and may add columns of earlier steps.
+        name: Name of the numbers.
+        stage: Stage of the run at which they are read.
+        read: Function of the check that returns the numbers of this rank, without communication. It may return a function, which is called
+            when the numbers are sent. After a step that is one step later, when copies from a device have been completed. It may return
+            None if there are no numbers in this step.
+        rule: Pure function that returns the findings in the columns of all ranks. None for numbers that are only stored, and for facts
+            whose findings are added by single ranks while reading.
+        see: Function of the check that receives the columns before the rule. It stores figures, and may add columns of earlier steps.
         equal: Columns in which healthy ranks have the same number.
-        zero: Columns in which healthy ranks have zero. If all columns of both kinds are healthy, the rule finds nothing, and is not called.
-            Leave both empty for a rule that needs more than them.
+        zero: Columns in which healthy ranks have zero. If all columns in ``equal`` and ``zero`` are healthy, the rule is not called,
+            because it would find nothing. Leave both empty for a rule that depends on other columns.
     """
 
     name: str
@@ -60,9 +62,9 @@ class Fact:
     zero: tuple[str, ...] = ()
 
     def is_healthy(self, columns: Columns) -> bool:
-        """Return whether the columns alone show that the rule finds nothing."""
+        """Return whether the columns in ``equal`` and ``zero`` imply that the rule finds nothing."""
         for name in self.equal:
-            column = columns.get(name, (0, 1))  # some rank has no such column
+            column = columns.get(name, (0, 1))  # a column that is missing on some rank is not healthy
             if column.count(column[0]) != len(column):
                 return False
         is_zero = not any(any(columns.get(name, (1,))) for name in self.zero)
@@ -76,7 +78,7 @@ def encode(entries: Sequence[Numbers | str | None]) -> bytes:
     """Return the note of several facts.
 
     Args:
-        entries: Numbers of each fact. None for a fact without any, a text for a check that failed.
+        entries: Numbers of each fact, None for a fact without numbers, or a text for a check that failed.
 
     Raises:
         TypeError: for a value that is neither a number nor a list of numbers.
@@ -101,7 +103,7 @@ def encode(entries: Sequence[Numbers | str | None]) -> bytes:
             elif isinstance(value, float):
                 floats.append(value)
                 codes.append("d")
-            elif any(isinstance(number, float) for number in value):  # one float makes all of them floats
+            elif any(isinstance(number, float) for number in value):  # if one number is a float, all are sent as floats
                 floats.extend(value)
                 codes.append(f"d{len(value)}")
             else:
@@ -122,7 +124,7 @@ def decode(notes: Sequence[bytes]) -> list[Decoded]:
         rows.append((note[_HEAD.size : begin], array("q", note[begin:end]), array("d", note[end:])))
     if all(layout == rows[0][0] for layout, _, _ in rows):
         return _read(rows)
-    # a rank has lists of another length, no numbers, or an error
+    # on some ranks, lists have different lengths, numbers are missing, or a check has failed
     by_rank = [_read([row]) for row in rows]
     return [_merge(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
@@ -146,7 +148,7 @@ def _read(rows: Sequence[_Row]) -> list[Decoded]:
             numbers: Iterator[Any] = ints if code[0] == "q" else floats
             if len(code) == 1:
                 columns.append(next(numbers))
-            else:  # a list of each rank
+            else:  # the column contains a list for each rank
                 lists = [*zip(*islice(numbers, int(code[1:])), strict=True)]
                 columns.append(lists or [()] * len(rows))
         found.append(columns)
@@ -154,11 +156,11 @@ def _read(rows: Sequence[_Row]) -> list[Decoded]:
 
 
 def _merge(of_ranks: Sequence[Decoded]) -> Decoded:
-    """Return the columns of one fact, given those of each rank alone."""
+    """Return the columns of one fact, given the columns that were decoded separately for each rank."""
     failures = {rank: found[0] for rank, found in enumerate(of_ranks) if isinstance(found, dict)}
     if failures:
         return failures
     if None in of_ranks:
         return None
-    # columns that only some ranks have are left out. A rule sees from another column that ranks differ
+    # omit columns that are missing on some ranks. Another column tells the rule that ranks differ
     return [[value for (value,) in column] for column in zip(*of_ranks, strict=False)]

@@ -1,16 +1,18 @@
-"""Places of the run right before Lightning reduces logged values.
+"""Stages of the run immediately before Lightning reduces logged values.
 
-Lightning reduces the values of an epoch when they are read for the first time. Code may do so on rank 0 alone, as a progress bar does. The
-other ranks then join when Lightning reads them, and may not wait for rank 0 anywhere before. So all values are compared and reduced
+Lightning reduces the values of an epoch when they are first read. Some code, such as a progress bar, reads them only on rank 0. The other
+ranks take part in the reduction when Lightning reads the values, and must not wait for rank 0 in another operation before that. Therefore
+all values are compared and reduced
 
 * at the end of the batches, before any hook,
-* when a hook of the end that has logged more returns (`HookEnd`), and on a rank that reads in the hook when it reads (`EpochEnd`).
+* when an epoch-end hook that has logged further values returns (`HookEnd`), or when a rank reads values inside the hook (`EpochEnd`).
 
-A rank that reads in the middle of a hook may log more after it, which the hooks of other ranks have logged by then. So ranks compare and
-reduce in rounds. A round reduces the values that wait on all ranks. A rank with further ones takes part in another round. All ranks leave
-the end of the epoch in the same round, with the same values. A round without a common value is the fault F46.
+After reading in the middle of a hook, a rank may log further values, which the hooks of other ranks may already have logged. Therefore
+ranks compare and reduce in rounds. A round reduces the values that are pending on all ranks. A rank with further values takes part in
+another round. All ranks leave the end of the epoch in the same round, with the same values. A round without a common value is the fault
+F46.
 
-`EpochEnds` is what the runner of checks uses.
+The runner of checks uses `EpochEnds`.
 """
 
 from __future__ import annotations
@@ -34,31 +36,31 @@ _LOGGED_IN = {
     "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
     "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
 }
-"""Hooks whose logged values Lightning reduces when all of them have returned, and the stage before it does."""
+"""Hooks whose logged values Lightning reduces when all of them have returned, and the stage before the reduction."""
 
 
 def needs_all_ranks(result: Any) -> bool:
-    """Return whether a logged value is reduced over ranks: with ``sync_dist``, or a metric."""
+    """Return whether a logged value is reduced over ranks, because it has ``sync_dist`` or is a metric."""
     sync = result.meta.sync
     return not result.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
 def name_of_log(key: str, result: Any) -> str:
-    """Return a logged value as messages name it: Lightning's key and the hook."""
+    """Return the name of a logged value in messages: Lightning's key and the hook."""
     return f"{key} ({result.meta.fx})"
 
 
 class EpochEnds:
-    """Runs the stages at the ends of the epochs of a fit or an evaluation, each where no rank can be in a reduction yet.
+    """Runs the stages at the end of each epoch of a fit or an evaluation, before any rank can start a reduction.
 
     Args:
         trainer: Trainer of the run.
-        module: Its module.
+        module: Module of the run.
         run_stage: Function that judges the facts of a stage.
 
     Attributes:
         lines: The user's line of each name that this rank has logged.
-        ends: The end of each epoch, by the stage that compares its values.
+        ends: Epoch ends of the training and validation loops, by the stage that compares their values.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, run_stage: Callable[[CheckStage], None]) -> None:
@@ -69,7 +71,7 @@ class EpochEnds:
         self._undo_evaluation: Callable[[], object] | None = None
 
     def follow(self) -> None:
-        """Watch both loops, and the hooks of all callbacks and of the module."""
+        """Observe both loops, and the hooks of all callbacks and of the module."""
         loops = {
             CheckStage.TRAIN_LOGGED: self._trainer.fit_loop.epoch_loop,
             CheckStage.VALIDATION_LOGGED: compat.validation_loop(self._trainer),
@@ -79,7 +81,7 @@ class EpochEnds:
             self.ends[stage] = end
             self._undo.append(end.remove)
         self._undo.append(compat.before_training_epoch_end(self._trainer, self._judge_training))
-        # after several loaders in turn. The values of one are reduced before
+        # called after an evaluation of several loaders in turn. The values of a single loader are reduced earlier
         self._undo.append(compat.before_evaluation_epoch_end(self._trainer, self._judge_evaluation))
         for hook, stage in _LOGGED_IN.items():
             end = self.ends[stage]
@@ -89,23 +91,23 @@ class EpochEnds:
             self._undo.append(HookEnd(self._module, hook, end.module_hook_end).remove)
 
     def remove(self) -> None:
-        """Give all objects their methods back."""
+        """Restore the methods of all objects."""
         while self._undo:
             self._undo.pop()()
         if self._undo_evaluation is not None:
             self._undo_evaluation()
 
     def close(self, stage: CheckStage) -> None:
-        """Another epoch begins: its values are read in steps."""
+        """Stop comparing at the start of another epoch, whose values are read in steps."""
         self.ends[stage].close()
 
     def _judge_training(self) -> None:
-        """Judge metrics and names of logged values before any hook of the end of the epoch may read them."""
+        """Judge metrics and names of logged values before any hook at the end of the epoch can read them."""
         self._run_stage(CheckStage.TRAIN_EPOCH_END)
         self.ends[CheckStage.TRAIN_LOGGED].begin()
 
     def start_evaluation(self) -> None:
-        """Judge this evaluation before its values are reduced."""
+        """Schedule the judgement of this evaluation before its values are reduced."""
         loop = compat.validation_loop(self._trainer)
         self._undo_evaluation = compat.before_epoch_values(loop, self._judge_evaluation)
 
@@ -120,15 +122,15 @@ class EpochEnds:
 
 
 class EpochEnd:
-    """Compares what the hooks at the end of an epoch log, and reduces it, on all ranks at once.
+    """Compares and reduces the values logged by hooks at the end of an epoch, on all ranks together.
 
     Args:
         results: Logged values of a loop.
         judge: Function that compares them on all ranks. It calls ``take`` with the columns, if a check compares names.
-        lines: Gets the user's line of each name that is logged.
+        lines: Dictionary to which the user's line of each logged name is added.
 
     Attributes:
-        waiting: Values that wait to be reduced, by name.
+        waiting: Pending values that have not been reduced, by name.
         is_last: True if this rank's last hook has returned.
     """
 
@@ -137,14 +139,14 @@ class EpochEnd:
         self._is_open = False
         self.waiting: dict[str, Any] = {}
         self.is_last = False
-        self._common: set[str] = set()  # names that wait on all ranks
+        self._common: set[str] = set()  # names that are pending on all ranks
         self._is_over = False
         undo_reading = compat.before_reading_epoch(results, self.hook_end)
         undo_log = compat.after_new_log(results, self._note_line)
         self._undo = [undo_reading, undo_log]
 
     def remove(self) -> None:
-        """Give the logged values their methods back."""
+        """Restore the methods of the logged values."""
         for undo in self._undo:
             undo()
 
@@ -152,13 +154,13 @@ class EpochEnd:
         self._lines[name_of_log(key, result)] = users_line(inspect.currentframe())
 
     def begin(self) -> None:
-        """Reduce the values of the batches, which have been compared. The hooks of the end follow."""
+        """Reduce the values of the batches, which have been compared, before the epoch-end hooks run."""
         self._is_open = True
         self._find_waiting()
         self._reduce()
 
     def close(self) -> None:
-        """Another epoch begins."""
+        """Stop comparing, because another epoch begins."""
         self._is_open = False
 
     def hook_end(self) -> None:
@@ -169,30 +171,33 @@ class EpochEnd:
             self._meet()
 
     def module_hook_end(self) -> None:
-        """Do the same in the last hook, until all ranks are there. What ranks log alone is compared there too."""
+        """Compare and reduce after the last hook, until all ranks have reached it. Values that are not reduced are compared too."""
         self.is_last, self._is_over = True, not self._is_open
         self._find_waiting()
         while not self._is_over:
             self._meet()
 
     def _meet(self) -> None:
-        """Compare the names that wait, and reduce those that wait on all ranks. It is over if all ranks are in their last hook."""
-        self._is_over = True  # unless a check that compares names finds otherwise
+        """Compare pending names, and reduce values that are pending on all ranks. Collective.
+
+        The epoch end is over if the last hooks of all ranks have returned.
+        """
+        self._is_over = True  # a check that compares names may reset this in `take`
         self._judge()
         self._reduce()
         done = self._common
         self._find_waiting()
-        # a value that has no number stays unread, and waits no more
+        # a value without a number remains unread, and is no longer pending
         for name in done:
             self.waiting.pop(name, None)
         self._common -= done
 
     def numbers(self) -> dict[str, Any]:
-        """Return hashes of the names that wait on this rank, and whether its last hook has returned."""
+        """Return hashes of the names that are pending on this rank, and whether its last hook has returned."""
         return {"waiting": sorted(map(hash_text, self.waiting)), "is_last": self.is_last}
 
     def take(self, columns: Columns) -> None:
-        """Take the names that wait on all ranks."""
+        """Store the names that are pending on all ranks, and whether the epoch end is over."""
         names = columns["waiting"]
         common = set.intersection(*map(set, names))
         self._common = {name for name in self.waiting if hash_text(name) in common}
@@ -212,18 +217,18 @@ class HookEnd:
     """Calls a function whenever a hook of a module or a callback has returned, until ``remove``.
 
     Args:
-        module: Object with the hook. It is replaced in the object, so that its class, its copies and its pickles keep theirs.
+        module: Object with the hook. The hook is replaced only in this object, so its class, copies and pickles keep the original.
         name: Name of the hook.
         at_end: Function to call.
     """
 
     def __init__(self, module: Any, name: str, at_end: Callable[[], None]) -> None:
         self._attributes, self._name = vars(module), name
-        self._given = self._attributes.get(name)  # None if the hook is that of the class
+        self._given = self._attributes.get(name)  # None if the hook is defined in the class
         self._attributes[name] = _HookWithEnd(getattr(module, name), at_end)
 
     def remove(self) -> None:
-        """Give the module its hook back."""
+        """Restore the hook of the module."""
         if self._given is None:
             self._attributes.pop(self._name, None)
         else:
@@ -231,7 +236,7 @@ class HookEnd:
 
 
 class _HookWithEnd:
-    """A hook, and what is called after it. A copy or a pickle of it is the hook."""
+    """A hook, and a function that is called after it. Its copies and pickles contain only the hook."""
 
     def __init__(self, hook: Callable[..., Any], at_end: Callable[[], None]) -> None:
         self._hook, self._at_end = hook, at_end

@@ -1,7 +1,7 @@
 """Rules about losses and logged values: pure functions from the columns of all ranks to findings.
 
-Lightning divides each micro-batch's loss by their number, so that micro-batches count equally although they may have different divisors. In
-that case an optimizer step is not that of one batch of all their rows.
+Lightning divides the loss of each micro-batch by their number, so micro-batches count equally even if they have different divisors. In that
+case, an optimizer step differs from the step on a single batch with all their rows.
 
 Legend: ``M`` micro-batches of a window.
 """
@@ -18,31 +18,31 @@ from lightning_ddp_losses.callbacks.facts.rules import ranks_with
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
 
 BIASED_STEPS = 3
-"""Steps with elements of unequal weight that make a finding."""
+"""Number of steps with unequally weighted elements after which a finding is made."""
 MEAN, SUM, ROWS = "mean of ", "sum of ", "rows of "
-"""Before the name of a logged value, in the names of its columns."""
+"""Prefixes of the name of a logged value in the names of its columns."""
 MONITORED = "monitored "
-"""Before the name of a value that decides."""
+"""Prefix of the name of a monitored value."""
 
-_SHOWN = 8  # micro-batches in a message
-_EQUAL = 1e-6  # relative
-_ROUNDING = 1e-5  # relative to the mean of absolute values; ranks add float32 sums
+_SHOWN = 8  # largest number of micro-batches in a message
+_EQUAL = 1e-6  # relative tolerance
+_ROUNDING = 1e-5  # tolerance relative to the mean of absolute values, because ranks add float32 sums
 
 
 # ---------------------------------------------------------------------- losses of a step
 
 
 def compare_losses(columns: Columns) -> list[Finding]:
-    """F35, F46, F79, F31, F30: the losses of a step, mostly the one before. Findings name it."""
+    """F35, F46, F79, F31, F30: the losses of a step, usually the previous one, which is named in the findings."""
     losses, step = columns["loss"], max(columns["step"])
-    # known immediately: a rank without a loss, different names
+    # available immediately: a rank without a loss, different names
     without = ranks_with(columns["is_missing"])
     if without:
         texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
         found = [Finding.of("F35", ranks=without, name="loss", values=tuple(texts))]
     else:
         found = differing(columns["keys"], "F46", name="log keys")
-    # read later
+    # available one step later: values
     if step >= 0:
         of_step = [] if without else _compare_values(columns)
         of_step += uneven_micro_batches(columns)
@@ -51,10 +51,10 @@ def compare_losses(columns: Columns) -> list[Finding]:
 
 
 def _compare_values(columns: Columns) -> list[Finding]:
-    """Find losses that are not finite, zero from the start, or of elements with unequal weight."""
+    """Find losses that are not finite, are zero from the start, or have unequally weighted elements."""
     found: list[Finding] = []
     shown = [f"{loss:g}" for loss in columns["loss"]]
-    # a batch of -1 is none
+    # -1 denotes that all losses were finite
     odd_batches = columns["bad_batch"]
     not_finite = tuple(rank for rank, batch in enumerate(odd_batches) if batch >= 0)
     if not_finite:
@@ -73,14 +73,14 @@ def _compare_values(columns: Columns) -> list[Finding]:
 
 
 def has_biased_weights(columns: Columns) -> bool:
-    """Return whether an element weighs more on one rank than on another in this step."""
+    """Return whether an element's weights on two ranks differ by more than the allowed ratio in this step."""
     first = _largest_ratio([abs(weight) for weight in columns["weight"]])
     second = _largest_ratio([abs(weight) for weight in columns["second_weight"]])
     return bool(max(first, second) > columns["bias"][0])
 
 
 def _largest_ratio(weights: Sequence[float]) -> float:
-    """Return the largest ratio of an element's weights on two ranks. 1 if a weight is not known."""
+    """Return the largest ratio of an element's weights on two ranks, or 1 if a weight is not known."""
     if min(weights) <= 0:
         return 1.0
     return max(weights) / min(weights)
@@ -90,14 +90,14 @@ def _largest_ratio(weights: Sequence[float]) -> float:
 
 
 def spread(divisors: Sequence[float]) -> float:
-    """Return the ratio of the largest to the smallest. 1 if one is not known."""
+    """Return the ratio of the largest to the smallest divisor, or 1 if a divisor is not known."""
     if any(map(math.isnan, divisors)) or not max(divisors):
         return 1.0
     return max(divisors) / min(divisors) if min(divisors) else math.inf
 
 
 def uneven_micro_batches(columns: Columns) -> list[Finding]:
-    """F30: the divisors of the micro-batches of a window are further apart than the option ``bias`` allows.
+    """F30: the ratio of divisors of the micro-batches of a window exceeds the option ``bias``.
 
     Args:
         columns: M values and M divisors of each rank (``loss_reader.MicroBatches``), both empty if they are not compared.
@@ -108,9 +108,9 @@ def uneven_micro_batches(columns: Columns) -> list[Finding]:
         return []
     (number,) = numbers
     tables = [*zip(values, divisors_by_rank, strict=True)]
-    if all(table == tables[0] for table in tables):  # one loss, which is global
+    if all(table == tables[0] for table in tables):  # a global loss is equal on all ranks
         tables = tables[:1]
-    # of each micro-batch over all ranks: its divisor, its sum, and its mean
+    # compute the divisor, the sum and the mean of each micro-batch over all ranks
     divisors = [math.fsum(column) for column in zip(*[of_rank for _, of_rank in tables], strict=True)]
     if spread(divisors) <= columns["bias"][0]:
         return []
@@ -119,7 +119,7 @@ def uneven_micro_batches(columns: Columns) -> list[Finding]:
         totals.append(math.fsum(of_rank[m] * parts[m] for of_rank, parts in tables if parts[m]))
         plain_mean = math.fsum(of_rank[m] for of_rank, _ in tables) / len(tables)
         means.append(totals[-1] / divisor if divisor else plain_mean)
-    # one mean counts micro-batches equally, the other one rows
+    # the first mean weights micro-batches equally, and the second weights rows equally
     of_means, of_rows = math.fsum(means) / number, math.fsum(totals) / math.fsum(divisors)
     shown = ", ".join(f"{divisor:g}" for divisor in divisors[:_SHOWN])
     if number > _SHOWN:
@@ -137,14 +137,15 @@ def uneven_micro_batches(columns: Columns) -> list[Finding]:
 
 
 def compare_names(columns: Columns) -> list[Finding]:
-    """F46, before the names are known: what is reduced at the end of an epoch."""
+    """F46, before the names are added: values that are reduced at the end of an epoch."""
     return differing(columns["keys"], "F46", name="names of an epoch")
 
 
 def compare_epoch(columns: Columns) -> list[Finding]:
-    """F46, F56, before the names are known: what the hooks at the end of an epoch have logged by now.
+    """F46, F56, before the names are added: values that the hooks at the end of an epoch have logged so far.
 
-    A rank may read in the middle of a hook, where fewer names wait. Those that wait on all ranks are reduced, and ranks meet again.
+    A rank may read in the middle of a hook, when fewer names are pending. Names that are pending on all ranks are reduced, and ranks
+    compare the remaining names in another round.
     """
     waiting = [tuple(names) for names in columns["waiting"]]
     have_all_ended = all(columns["is_last"])
@@ -157,12 +158,12 @@ def compare_epoch(columns: Columns) -> list[Finding]:
 
 
 def compare_logged(columns: Columns) -> list[Finding]:
-    """F82, F55: logged means that are not those of all ranks, and monitored values that differ."""
+    """F82, F55: logged means that differ from the mean over all ranks, and monitored values that differ between ranks."""
     found = []
     for column in columns:
         if column.startswith(MEAN):
             found += _wrong_mean(column.removeprefix(MEAN), columns)
-    if len(set(columns["monitors"])) > 1:  # different monitors per rank: their names cannot be lined up
+    if len(set(columns["monitors"])) > 1:  # ranks monitor different values, which cannot be matched
         return found
     for column, values in columns.items():
         if column.startswith(MONITORED):
@@ -183,9 +184,9 @@ def _wrong_mean(name: str, columns: Columns) -> list[Finding]:
 
 
 def _different_values(name: str, values: Sequence[Sequence[float]]) -> list[Finding]:
-    """Compare a monitored value. A rank that has not logged it has no number."""
+    """Compare a monitored value. The list of a rank that has not logged it is empty."""
     column = [value[0] if value else None for value in values]
-    # not logged anywhere yet, or the same everywhere
+    # not logged on any rank yet, or equal on all ranks
     logged = [value for value in column if value is not None]
     if not logged or (len(logged) == len(column) and _are_equal(logged)):
         return []

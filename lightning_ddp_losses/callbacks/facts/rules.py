@@ -1,8 +1,8 @@
 """Rules of the checks: pure functions from the columns of all ranks to findings.
 
-A rule knows no trainer, no module and no process group. It decides from the columns, so every rank has the same findings. Columns have the
-names that the reader of the fact gives them, and one value for each rank. Some findings are completed by the texts of all ranks afterwards
-(``RankCheck.describe`` and ``explain``).
+A rule does not access the trainer, the module or process groups. Its result depends only on the columns, so every rank has the same
+findings. Columns have the names that the reader of the fact uses, and one value for each rank. Some findings are completed afterwards with
+texts from all ranks (``RankCheck.describe`` and ``explain``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
 # ---------------------------------------------------------------------- parameters and gradients
 
 PARTS = "parts of parameters"
-"""Name of a finding before the parameters are known that ``fully_shard`` divides."""
+"""Name of a finding about parameters that ``fully_shard`` divides, before their names are added."""
 SHARD = "classes of "
-"""Before the name of a class shard, in the name of its column."""
+"""Prefix of the name of a class shard in the name of its column."""
 
 
 def compare_structures(columns: Columns) -> list[Finding]:
@@ -34,7 +34,7 @@ def compare_structures(columns: Columns) -> list[Finding]:
 def compare_starts(columns: Columns) -> list[Finding]:
     """F12, F16, F04: parameters and class shards at the start of training."""
     found = compare_structures(columns)
-    if found:  # values cannot be lined up
+    if found:  # values cannot be matched
         return found
     for name, ranges in columns.items():
         if not name.startswith(SHARD):
@@ -56,7 +56,7 @@ def _compare_values(columns: Columns, fault: str) -> list[Finding]:
     values = columns["values"]
     if len(set(values)) > 1:
         found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
-    # the same part with other values
+    # ranks that hold the same part have different values
     odd = odd_replicas(columns["place"], columns["parts"])
     if odd:
         found.append(Finding(fault, PARTS, "equal values on the ranks that hold the same part", odd, name=PARTS))
@@ -64,7 +64,7 @@ def _compare_values(columns: Columns, fault: str) -> list[Finding]:
 
 
 def odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that differ from most ranks with the same part."""
+    """Return the ranks whose values differ from the majority of the ranks with the same part."""
     odd: list[int] = []
     for place in set(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -74,16 +74,16 @@ def odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[in
 
 
 def compare_graphs(columns: Columns) -> list[Finding]:
-    """F37, before its cause is known: losses do not reach the same parameters."""
+    """F37, before its cause is added: losses do not reach the same parameters."""
     return differing(columns["missing"], "F37", "", name="graph")
 
 
 def compare_gradients(columns: Columns) -> list[Finding]:
-    """F37, F38, SYNC, F79, DETACHED, before their parameters are known: the gradients that a step used."""
+    """F37, F38, SYNC, F79, DETACHED, before their parameters are added: the gradients that a step used."""
     if len(set(columns["stepped"])) > 1:
-        return []  # another rule says who skipped a step
+        return []  # another rule reports which ranks skipped a step
     found = []
-    # no gradient at all, or another one
+    # absent gradients, or gradients that differ
     absent, values = columns["absent"], columns["values"]
     if len(set(absent)) > 1:
         found += differing(absent, "F37", "", name="absent")
@@ -124,7 +124,7 @@ def ranks_with(column: Sequence[Any]) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------------- buffers
 
-NOISE = 0.5  # standard deviations of batch norm times the root of the rows
+NOISE = 0.5  # distance by chance in standard deviations, multiplied by the square root of the rows
 _MIN_VARIANCE = 1e-12
 
 
@@ -138,31 +138,31 @@ def compare_forwards(columns: Columns) -> list[Finding]:
 
 
 BUFFERS, OWN_BUFFERS = "buffers", "own buffers"
-"""Names of findings about buffers, before the buffer is known."""
+"""Names of findings about buffers, before the name of the buffer is added."""
 
 
 def compare_buffers(columns: Columns) -> list[Finding]:
-    """F64, before the buffer and its kind are known."""
+    """F64, before the name and the kind of the buffer are added."""
     return differing([*zip(columns["number"], columns["values"], strict=True)], "F64", "unnamed", name=BUFFERS)
 
 
 def compare_own_buffers(columns: Columns) -> list[Finding]:
-    """F64, before the buffer is known: buffers that neither losses nor metrics nor norms hold."""
+    """F64, before the name is added: buffers that do not belong to losses, metrics or normalisation layers."""
     column = [*zip(columns["number"], columns["values"], strict=True)]
     return [of_own_buffer(OWN_BUFFERS, column)] if len(set(column)) > 1 else []
 
 
 def of_own_buffer(name: str, column: Sequence[Any], shapes: tuple[str, ...] = ()) -> Finding:
-    """Return the finding about a buffer with a value for each rank. It is a warning, since a buffer may have no part in the loss."""
+    """Return the finding about a buffer, given its value on each rank. It is a warning, because the loss may not depend on the buffer."""
     return Finding.of("F64", "own", ranks=odd_ranks(column), name=name, values=shapes, graded="warning")
 
 
 def compare_metric_states(columns: Columns) -> list[Finding]:
-    """F52: metrics with states that cannot be gathered. A column for each state, 0 for one that matches any other."""
+    """F52: metrics with states that cannot be gathered. There is a column for each state, where 0 matches any other value."""
     states = {name: column for name, column in columns.items() if name != "names"}
-    if len(set(columns["names"])) > 1:  # different metrics per rank: they cannot be lined up
+    if len(set(columns["names"])) > 1:  # ranks have different metrics, which cannot be matched
         return []
-    # one finding for each metric, with the states of it that differ
+    # return one finding for each metric, with the names of its states that differ
     differing_states: dict[str, list[str]] = {}
     for name, column in states.items():
         if len(set(column) - {0}) > 1:
@@ -173,14 +173,14 @@ def compare_metric_states(columns: Columns) -> list[Finding]:
 
 
 def compare_norms(columns: Columns) -> list[Finding]:
-    """F59: statistics of batch norm are further apart than the tolerance, and than chance puts them."""
+    """F59: the distance of batch-norm statistics exceeds the tolerance and the distance by chance."""
     distances = norm_distances(columns["means"], columns["variances"])
     local_rows, labels, rate = columns["rows"], columns["labels"], columns["rate"][0]
     largest, global_rows = max(local_rows), sum(local_rows)
     allowed = max(columns["tolerance"][0], NOISE / max(min(local_rows), 1.0) ** 0.5)
     if max(distances) <= allowed:
         return []
-    # advice: the effect of normalising over all ranks
+    # numbers for the advice about normalising over all ranks
     advice = {"allowed": allowed, "largest": largest, "global_rows": global_rows, "rate": rate}
     advice["scaled"] = rate * global_rows / max(largest, 1.0)
     unlike = "unknown"
@@ -193,16 +193,16 @@ def compare_norms(columns: Columns) -> list[Finding]:
 def norm_distances(
     means_by_rank: Sequence[Sequence[float]], variances_by_rank: Sequence[Sequence[float]]
 ) -> list[float]:
-    """Return the distance of each rank's statistics from those of all ranks.
+    """Return the distance of each rank's statistics from their mean over all ranks.
 
-    Means are compared in standard deviations, variances in natural logarithms. The larger of the two counts, as the root mean square over
-    channels.
+    Means are compared in standard deviations, variances in natural logarithms. The result is the larger of the two, each as the root mean
+    square over channels.
     """
     if not means_by_rank[0]:
         return [0.0] * len(means_by_rank)
     means = torch.tensor(means_by_rank, dtype=torch.float64)
     variances = torch.tensor(variances_by_rank, dtype=torch.float64)
-    # the mean over ranks of each number
+    # compare with the mean over ranks
     usual = variances.mean(0).clamp(min=_MIN_VARIANCE)
     of_means = (means - means.mean(0)).square() / usual
     of_variances = (variances.clamp(min=_MIN_VARIANCE) / usual).log().square()
@@ -224,7 +224,7 @@ def compare_batches(columns: Columns) -> list[Finding]:
         is_last = columns["is_last"]
         texts = [f"batch {columns['batch'][rank]}{', its last' * is_last[rank]}" for rank in ranks]
         found += differing(is_last, "F36", name=ENDS, values=texts)
-    # batches and orders. The class of a foreign loader is added later
+    # compare batches and orders. The class of a foreign loader is added later
     same = ranks_with(columns["is_same"])
     if same:
         fault = fault_of_same_rows(is_iterable=any(columns["is_iterable"]))
@@ -254,7 +254,7 @@ def draw_same(columns: Columns) -> bool:
 
 
 def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
-    """Return the largest total variation between a rank's labels and those of all ranks: from 0 (the same) to 1 (none in common)."""
+    """Return the largest total variation between a rank's labels and the labels of all ranks, from 0 (equal) to 1 (disjoint)."""
     counts = torch.tensor(counts_by_rank, dtype=torch.float64)
     known = counts[counts.sum(1) > 0]
     if not len(known):
@@ -264,7 +264,7 @@ def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
 
 
 def compare_sizes(columns: Columns) -> list[Finding]:
-    """F36, F28, F62: numbers of batches, their sizes if a loss gathers equal numbers only, and a batch of one row."""
+    """F36, F28, F62: numbers of batches, their sizes if a loss requires equal numbers of rows, and a batch of one row."""
     found = []
     numbers, full, last = columns["batches"], columns["full_size"], columns["last_size"]
     if 0 <= min(numbers) < columns["until_max_steps"][0]:
@@ -274,7 +274,7 @@ def compare_sizes(columns: Columns) -> list[Finding]:
     if len(set(sizes)) > 1 and len(set(gathers)) == 1 and gathers[0]:
         values = tuple(f"batches of {of_full}, the last of {of_last}" for of_full, of_last in sizes)
         found.append(Finding.of("F28", name="", values=values))
-    # a note: batch norm over rows and positions takes one row
+    # only a note, because batch norm over rows and positions accepts a single row
     ranks = tuple(rank for rank, (of_full, of_last) in enumerate(sizes) if of_last == 1 < of_full)
     if ranks and columns["has_batch_norm"][0]:
         ranks = ranks if len(ranks) < len(sizes) else ()
@@ -286,7 +286,7 @@ def compare_sizes(columns: Columns) -> list[Finding]:
 
 
 def find_shared_devices(columns: Columns) -> list[Finding]:
-    """F73: ranks on one device. An identity of 0 is that of a device which ranks may share."""
+    """F73: several ranks use one device. An identity of 0 denotes a device that ranks may share."""
     identities = columns["identity"]
     shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
     return [Finding.of("F73", ranks=shared, name="devices")] if shared else []

@@ -1,9 +1,9 @@
-"""Rows of checks outside this package: ``measure`` returns a row of numbers, and ``judge`` gets the table of all ranks' rows.
+"""Rows of checks outside this package: ``measure`` returns a row of numbers, and ``judge`` receives the table of all ranks' rows.
 
-This is the one place that knows both such rows and facts. A row becomes a fact with two columns: the kind of the row, and its numbers.
+Only this module converts rows to facts. The fact has two columns: the kind of the row, and its numbers.
 
-A row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or a function that returns either when the row travels. The copy of a
-tensor to the host starts immediately and is read when the row travels, so that no check waits for a device.
+A row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or a function that returns either when the row is sent. The copy of a
+tensor to the host starts immediately and is read when the row is sent, so that checks do not wait for a device.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import InputError
 
 Measured: TypeAlias = Tensor | list[int] | list[float]
-"""One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
+"""One rank's numbers. A list that contains a float is converted to floats on this rank. Ints must fit into 64 bits."""
 
 Row: TypeAlias = Measured | Callable[[], Tensor] | Callable[[], list[int]] | Callable[[], list[float]]
-"""Numbers that ``RankCheck.measure`` returns, or a function that returns them when the row travels."""
+"""Numbers that ``RankCheck.measure`` returns, or a function that returns them when the row is sent."""
 
 _LIST = 0
 _DTYPES = {1: torch.int64, 2: torch.float64, 3: torch.uint8}
@@ -34,7 +34,7 @@ _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 
 
 def facts_of_rows(check: Any) -> list[Fact]:
-    """Return the facts of a check that measures rows, one for each of its stages. An empty list for any other check."""
+    """Return the facts of a check that measures rows, one for each of its stages, or an empty list for any other check."""
     if not (check.overrides("measure") or check.overrides("judge")):
         return []
     return [Fact(check.title, stage, partial(_read, stage), partial(_judge, check, stage)) for stage in check.stages]
@@ -53,12 +53,12 @@ def numbers_of(measured: object, title: str) -> Numbers:
     """Return a row as the columns of a fact.
 
     Raises:
-        InputError: for anything that cannot travel.
+        InputError: for a value that cannot be sent.
     """
     got = type(measured).__name__
     if isinstance(measured, list):
         code = "d" if any(isinstance(value, float) for value in measured) else "q"
-        with contextlib.suppress(TypeError):  # refused below
+        with contextlib.suppress(TypeError):  # the error is raised below
             return {"kind": _LIST, "row": array(code, measured)}
         got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
     elif isinstance(measured, Tensor):
@@ -81,7 +81,7 @@ def table_of(columns: Columns) -> Tensor | list[list[Any]]:
 
 
 def _judge(check: Any, stage: CheckStage, columns: Columns) -> list[Finding]:
-    """Let a check judge its table. Report rows of kinds that cannot be compared."""
+    """Call a check with its table. If ranks have rows of different kinds, return a finding instead."""
     if len(set(columns["kind"])) > 1:
         pairs = zip(columns["kind"], columns["row"], strict=True)
         texts = tuple(f"{rank}: measured {_name_of(kind, row)}" for rank, (kind, row) in enumerate(pairs))
