@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core import inputs, precision, torch_compat
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.random_state import (
     RandomStates,
@@ -148,8 +148,8 @@ class _Pieces:
 
     def _parameter_versions(self) -> list[int]:
         """Return how often each parameter was changed so far. For a divided parameter, only this rank's part is considered."""
-        parts = compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
-        return [compat.tensor_version(part) for part in parts]
+        parts = torch_compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
+        return [torch_compat.tensor_version(part) for part in parts]
 
     def _run_again(self, states: RandomStates, number: int, *arguments: Any) -> Any:
         """Run the encoder on one piece, always with the random numbers of the first run."""
@@ -181,14 +181,14 @@ class _Pieces:
 
     def _buffer_versions(self) -> dict[str, int]:
         """Return how often each buffer was changed so far."""
-        return {name: compat.tensor_version(buffer) for name, buffer in self.encoder.named_buffers()}
+        return {name: torch_compat.tensor_version(buffer) for name, buffer in self.encoder.named_buffers()}
 
     def _norms(self) -> list[tuple[str, nn.Module]]:
         """Return the layers in training that normalise over the rows of a piece, or store statistics of them."""
         found = []
         for name, module in self.encoder.named_modules():
-            is_norm = module.training and isinstance(module, compat.NORM_TYPES)
-            if is_norm and (module.track_running_stats or isinstance(module, compat.BATCH_NORM_TYPES)):
+            is_norm = module.training and isinstance(module, torch_compat.NORM_TYPES)
+            if is_norm and (module.track_running_stats or isinstance(module, torch_compat.BATCH_NORM_TYPES)):
                 found.append((name or type(module).__name__, module))
         return found
 

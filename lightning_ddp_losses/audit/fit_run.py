@@ -34,7 +34,7 @@ from lightning_ddp_losses.audit.loss_verdicts import FirstCalls
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
 from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, metrics_compat
 from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap
 from lightning_ddp_losses.core.modules import find_hidden
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
@@ -195,7 +195,7 @@ def _strategy_of(target: FitTarget) -> Any:
         "one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'"
     )
     expect(isinstance(strategy, ParallelStrategy) and not is_split, "strategy", expected=expected, got=name)
-    compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
+    lightning_compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
     return strategy
 
 
@@ -380,7 +380,7 @@ class FitRecorder(Recorder, Callback):
                 self.record.metric_losses.append(name)
 
         for name, child in module.named_modules():
-            if compat.state_reductions(child) is not None:  # a metric of torchmetrics
+            if metrics_compat.state_reductions(child) is not None:  # a metric of torchmetrics
                 child.register_forward_hook(functools.partial(note, name))
 
     # ------------------------------------------------------------------ steps
@@ -408,7 +408,7 @@ class FitRecorder(Recorder, Callback):
         """Record the gradients that an optimizer is about to use, and events of parameters since the wrap."""
         if self.record.steps == self.run.steps:
             return  # remaining steps of a batch with several steps are not recorded
-        optimizer = compat.unwrapped_optimizer(optimizer)
+        optimizer = lightning_compat.unwrapped_optimizer(optimizer)
         # record gradients of this optimizer's parameters and of parameters without an optimizer
         of_others = _parameter_ids(trainer.optimizers) - _parameter_ids([optimizer])
         parameters = parameters_by_name(trainer, module)
@@ -450,7 +450,7 @@ class FitRecorder(Recorder, Callback):
         # blocks of tensors that are divided over the ranks by design
         tensors = [*parameters.items(), *module.named_buffers()]
         tagged = {name: shard_of(tensor) for name, tensor in tensors}
-        injecting = compat.injects_distributed_sampler(trainer)
+        injecting = lightning_compat.injects_distributed_sampler(trainer)
         self.describe(
             module,
             parameters,
@@ -461,7 +461,7 @@ class FitRecorder(Recorder, Callback):
             accumulate=trainer.accumulate_grad_batches,
             clip=trainer.gradient_clip_val,
             precision=str(trainer.precision),
-            sync_batchnorm=compat.syncs_batch_norm(trainer),
+            sync_batchnorm=lightning_compat.syncs_batch_norm(trainer),
             repeated_rows=repeated_validation_rows(trainer) if self.validates else [],
             reshuffled=describe_reshuffle(trainer.train_dataloader, injecting=injecting) or "",
             foreign_loader=foreign_loader(trainer),
@@ -496,5 +496,5 @@ def _loader_sizes(loaders: Any) -> LoaderRows:
 def repeated_validation_rows(trainer: Trainer) -> list[int]:
     """Return the number of rows that each validation loader would repeat, without drawing random numbers."""
     with preserve_random_state(global_generators(devices_in_use())):
-        loaders = compat.set_up_validation_(trainer)
+        loaders = lightning_compat.set_up_validation_(trainer)
     return [repeated_rows(loader) for loader in loaders if isinstance(loader, DataLoader)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import map_tensors, tensors_in
 from lightning_ddp_losses.losses import certify
 from lightning_ddp_losses.losses.certificates.certificate import Certificate
@@ -115,7 +115,7 @@ def _outermost(names: Iterable[str]) -> list[str]:
 def remove_hooks_(module: nn.Module) -> None:
     """Remove the hooks of the audit, because a copy of the module would copy the objects that they reference."""
     for part in module.modules():
-        for hooks in compat.hooks_of_calls(part):
+        for hooks in torch_compat.hooks_of_calls(part):
             for number, hook in list(hooks.items()):
                 function = getattr(hook, "func", hook)
                 if getattr(function, "__module__", "").startswith(__package__):

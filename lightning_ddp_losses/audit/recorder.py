@@ -30,7 +30,7 @@ from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.audit.replay import Run, batch_digest, map_batch_tensors, save_batch
 from lightning_ddp_losses.audit.targets import TargetTrace
 from lightning_ddp_losses.audit.terms import TermSwitch, terms_off
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
@@ -124,7 +124,7 @@ class Recorder:
         """
         held = set(map(id, optimized(optimizers).values()))
         modules = {name: child for name, child in module.named_modules() if name}
-        drops = compat.DROPOUT_TYPES
+        drops = torch_compat.DROPOUT_TYPES
         self.record.module_info = rank_record.ModuleInfo(
             owners=parameter_owners(module, list(named)),
             unoptimized=[name for name, p in named.items() if p.requires_grad and id(p) not in held],
@@ -236,7 +236,7 @@ class Recorder:
         if "batch_norm" in self.run.without:
             # batch norm uses its running statistics and does not update them
             for child in module.modules():
-                if isinstance(child, compat.BATCH_NORM_TYPES):
+                if isinstance(child, torch_compat.BATCH_NORM_TYPES):
                     child.eval()
         if not self.record.used_rng:
             self.record.norms_in_training = norm_classes(module)
@@ -392,7 +392,7 @@ def norm_classes(module: nn.Module) -> dict[str, str]:
     found = {}
     for name, child in module.named_modules():
         cls = type(child).__name__
-        if name and (isinstance(child, compat.BATCH_NORM_TYPES) or "BatchNorm" in cls):
+        if name and (isinstance(child, torch_compat.BATCH_NORM_TYPES) or "BatchNorm" in cls):
             found[name] = "SyncBatchNorm" if synchronises(child) else cls
     return found
 
@@ -402,7 +402,7 @@ def parameter_owners(module: nn.Module, names: list[str]) -> dict[str, str]:
     # losses that the strategies find, and modules whose class has the name of a loss
     losses = [loss.name for loss in find_losses(module)]
     for name, child in module.named_modules():
-        if name and _LOSS_NAME.search(type(compat.uncompiled(child)).__name__):
+        if name and _LOSS_NAME.search(type(torch_compat.uncompiled(child)).__name__):
             losses.append(name)
     found = {}
     for name in names:
@@ -431,7 +431,9 @@ def _caches_in(module: nn.Module) -> list[str]:
     found = []
     for path, child in module.named_modules():
         found += [
-            f"{path}.{name}".strip(".") for name in compat.buffer_slots(child) if not compat.is_persistent(child, name)
+            f"{path}.{name}".strip(".")
+            for name in torch_compat.buffer_slots(child)
+            if not torch_compat.is_persistent(child, name)
         ]
     return found
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.user_line import users_line
 
 
@@ -31,7 +31,7 @@ class CountedTargets(NamedTuple):
     line: str
 
 
-class TargetTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TargetTrace(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the cross entropies of one forward whose targets are consecutive.
 
     Attributes:

@@ -24,7 +24,7 @@ from lightning_ddp_losses.callbacks.facts.row_noise import RANDOM_STEPS, RowNois
 from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.core.transparent import wrapped_module
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
@@ -414,7 +414,7 @@ class BatchCheck(RankCheck, default=True):
 
 
 def _iterator_of(trainer: Trainer) -> object:
-    return compat.mode_iterator(compat.combined_loader(trainer.fit_loop))
+    return lightning_compat.mode_iterator(lightning_compat.combined_loader(trainer.fit_loop))
 
 
 def _sizes(trainer: Trainer) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import fingerprint
 from lightning_ddp_losses.samplers.global_batch import draw_of
@@ -202,7 +202,9 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
 
 def data_loaders(trainer: Trainer, *, validation: bool = False) -> list[DataLoader[Any]]:
     """Return the DataLoaders that are in use, with Lightning's samplers."""
-    combined = compat.combined_loader(compat.validation_loop(trainer) if validation else trainer.fit_loop)
+    combined = lightning_compat.combined_loader(
+        lightning_compat.validation_loop(trainer) if validation else trainer.fit_loop
+    )
     if combined is None:
         return []
     return [loader for loader in combined.flattened if isinstance(loader, DataLoader)]
@@ -257,7 +259,7 @@ def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
     sampler = loader.sampler
     if not isinstance(sampler, DistributedSamplerWrapper) or not sampler.shuffle:
         return ""
-    inner = compat.wrapped_sampler(sampler.dataset)
+    inner = lightning_compat.wrapped_sampler(sampler.dataset)
     is_structured = any(hasattr(inner, name) for name in ("m_per_class", "batch_size", "samples_per_class"))
     if not is_structured or type(inner).__module__.startswith("torch."):
         return ""
@@ -269,7 +271,7 @@ def drawn_order(loader: DataLoader[Any]) -> int:
     sampler = loader.sampler
     if isinstance(sampler, DistributedSamplerWrapper):
         # Lightning draws the order once, and all ranks divide it
-        head = compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
+        head = lightning_compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
         if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
             return fingerprint.hash_text(repr(head), 62)
         return 0  # with replacement, ranks may draw different rows

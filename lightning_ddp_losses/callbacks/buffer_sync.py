@@ -32,7 +32,7 @@ from lightning_ddp_losses.callbacks.facts.rules import (
 )
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, metrics_compat, torch_compat
 from lightning_ddp_losses.core.fault_rules import fault_of_memory
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
 from lightning_ddp_losses.core.modules import synchronises, unregistered_modules
@@ -110,13 +110,13 @@ def compared_buffers(module: nn.Module) -> list[BufferSlot]:
     ignored = frozenset(getattr(module, DDP_IGNORES, ()))
     found: list[BufferSlot] = []
     for path, inner in module.named_modules():
-        if isinstance(inner, compat.NORM_TYPES):
+        if isinstance(inner, torch_compat.NORM_TYPES):
             continue
         # identified by class name, because neither losses nor metrics have a common base class
         kinds = [type(inner), type(wrapped_module(inner) or inner)]
         names = [cls.__name__ for kind in kinds for cls in kind.__mro__]
         is_objective = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
-        for name, buffer in compat.buffer_slots(inner).items():
+        for name, buffer in torch_compat.buffer_slots(inner).items():
             full_name = f"{path}.{name}".removeprefix(".")
             if full_name in ignored:
                 continue
@@ -125,7 +125,7 @@ def compared_buffers(module: nn.Module) -> list[BufferSlot]:
             is_number = buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
             if is_objective or (is_queue and has_rows):
                 found.append(BufferSlot(full_name, inner, name, is_queue=is_queue and has_rows))
-            elif is_number and compat.is_persistent(inner, name):
+            elif is_number and torch_compat.is_persistent(inner, name):
                 found.append(BufferSlot(full_name, inner, name, is_own=True))
     return found
 
@@ -177,7 +177,7 @@ class StateKind(NamedTuple):
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
     """Return torchmetrics' metrics by path."""
-    return {name: inner for name, inner in module.named_modules() if compat.state_reductions(inner) is not None}
+    return {name: inner for name, inner in module.named_modules() if metrics_compat.state_reductions(inner) is not None}
 
 
 def metric_states(module: nn.Module) -> dict[str, StateKind]:
@@ -189,7 +189,7 @@ def metric_states(module: nn.Module) -> dict[str, StateKind]:
     for path, metric in metrics.items():
         if isinstance(metric, ExchangingMetric):
             continue
-        for name, reduction in (compat.state_reductions(metric) or {}).items():
+        for name, reduction in (metrics_compat.state_reductions(metric) or {}).items():
             value = getattr(metric, name, None)
             if isinstance(value, Tensor):
                 found[f"{path}.{name}"] = StateKind(1, value.ndim, str(value.dtype))
@@ -295,7 +295,7 @@ class BufferSyncCheck(RankCheck, default=True):
     def _read_start(self) -> Numbers:
         """Find plain batch norm in spite of the trainer's option to synchronise it."""
         # include unregistered modules, which the trainer does not convert
-        if compat.has_layer_sync(self.runner.trainer.strategy):
+        if lightning_compat.has_layer_sync(self.runner.trainer.strategy):
             for path, outer in _roots(self.runner.module):
                 for name in plain_norms(outer):
                     self.add("F60", name=f"{path}.{name}".strip("."))
@@ -412,7 +412,7 @@ def _send(slots: Sequence[BufferSlot]) -> tuple[dict[str, Tensor], dict[str, Sen
     values: dict[str, Tensor] = {}
     sent: dict[str, SentBuffer] = {}
     for slot in slots:
-        value = compat.buffer_slots(slot.owner).get(slot.name)
+        value = torch_compat.buffer_slots(slot.owner).get(slot.name)
         if value is not None and not value.is_meta and is_plain_memory(value):
             values[slot.path] = value.int_repr() if value.is_quantized else value
             sent[slot.path] = SentBuffer(values[slot.path], is_queue=slot.is_queue)

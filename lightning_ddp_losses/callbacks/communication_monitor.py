@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 
 _FIRST_STEP = 2  # DDP rebuilds its buckets in earlier steps
 
@@ -74,7 +74,7 @@ class CommunicationMonitor(RankCheck, default=True):
         # a dispatch mode does not record collectives on autograd's threads. They are read from DDP's log
         ddp = self._snapshot.ddp
         if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
-            calls += _ddp_calls(compat.ddp_logging_data(ddp), watch.began)
+            calls += _ddp_calls(torch_compat.ddp_logging_data(ddp), watch.began)
         self._calls += calls
         self._step_seconds.append(ended - watch.began)
         intervals = [(call.began, min(call.ended or ended, ended)) for call in calls]
@@ -140,7 +140,7 @@ class CollectiveCall:
         self.ended = time.perf_counter()
 
 
-class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveWatch(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the collectives that torch's dispatcher runs in this thread.
 
     Attributes:
@@ -157,7 +157,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator. Record it if it is a collective."""
-        if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
+        if torch_compat.reads_scalar(func) and not isinstance(args[0], Tensor):
             return args[0]  # torch passes a number that autograd has saved to a mode as a Python number (torch 2.13)
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
@@ -169,14 +169,14 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         result = func(*args, **(kwargs or {}))
         work = result[-1] if isinstance(result, (tuple, list)) else result
         try:
-            compat.on_completion(work, call.end)
+            torch_compat.on_completion(work, call.end)
         except (AttributeError, RuntimeError, TypeError):  # a backend without futures
             call.end(None)
         return result
 
     def _note(self, func: Any, args: Any) -> CollectiveCall:
         """Record the start of a collective."""
-        kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
+        kind = torch_compat.operator_schema(func).name.rpartition("::")[2].strip("_")
         tensors = {id(tensor): tensor for tensor in inputs.tensors_in(args)}
         num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
         call = CollectiveCall(kind, num_bytes, time.perf_counter())
@@ -188,7 +188,7 @@ def _bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor in a collective. For a sparse tensor, these are the bytes of its indices and values."""
     if tensor.layout == torch.sparse_coo:
         # all entries are sent, whether the tensor is coalesced or not
-        indices, values = compat.sparse_entries(tensor)
+        indices, values = torch_compat.sparse_entries(tensor)
         return indices.nbytes + values.nbytes
     if tensor.layout != torch.strided:
         return 0

@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
-from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core import inputs, lightning_compat, precision, torch_compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.fault_rules import FAULT_OF_CUT, Scale, fault_of_scale, scale_of
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
@@ -260,7 +260,7 @@ class _Trial:
                 with torch.no_grad():
                     for name, step in direction.items():
                         parameters[name].add_(step, alpha=distance)
-                compat.attach_trainer(copied, self._trainer)
+                lightning_compat.attach_trainer(copied, self._trainer)
                 for name in ("log", "log_dict"):
                     object.__setattr__(copied, name, lambda *_, **__: None)
                 # run training_step, and wait until it has ended on all ranks
@@ -313,7 +313,7 @@ def _can_be_copied(module: LightningModule) -> bool:
     if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
         return False
     num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    is_compiled = any(compat.uncompiled(inner) is not inner for inner in all_modules(module))  # copies recompile
+    is_compiled = any(torch_compat.uncompiled(inner) is not inner for inner in all_modules(module))  # copies recompile
     return num_bytes <= MAX_BYTES and not is_compiled
 
 
@@ -336,7 +336,7 @@ def _double_(module: ModuleT) -> ModuleT:
         for parameter in inner.parameters(recurse=False):
             if parameter.is_complex():
                 parameter.data = _as_double(parameter.data)
-        slots = compat.buffer_slots(inner)
+        slots = torch_compat.buffer_slots(inner)
         for name, buffer in slots.items():
             if buffer is not None and buffer.is_complex():
                 slots[name] = _as_double(buffer)
@@ -378,7 +378,7 @@ def _reached_through_collectives(value: Tensor, parameters: Mapping[str, Tensor]
 
 
 def _is_collective(node: Any) -> bool:
-    function = compat.function_of_node(node)
+    function = torch_compat.function_of_node(node)
     return function is not None and function.__module__.startswith(_WITH_GRADIENT)
 
 
@@ -387,7 +387,7 @@ def _has_factor(value: Tensor, world: int) -> bool:
     walk = walk_graph([value], through=lambda node: node.name().startswith(_ARITHMETIC))
     for node, _ in itertools.islice(walk, _MAX_NODES):
         if node.name().startswith(("Mul", "Div")):
-            factor = compat.saved_by_node(node, "other")
+            factor = torch_compat.saved_by_node(node, "other")
             if isinstance(factor, Tensor) and factor.numel() == 1 and float(factor) in (float(world), 1 / world):
                 return True
     return False

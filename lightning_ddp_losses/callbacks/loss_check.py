@@ -50,7 +50,7 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.loss_reader import LossReader, is_divided
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
@@ -351,7 +351,7 @@ class LoggedValues:
         """Copy the numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
         validation = trainer.validating or trainer.testing
         for key, result in _results_of_epoch(trainer, validation=validation).items():
-            if _is_global_mean(result) and not compat.is_reduced(result):
+            if _is_global_mean(result) and not lightning_compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
     def numbers_of_one_rank(self, trainer: Trainer, *, validation: bool = False) -> dict[str, int]:
@@ -383,11 +383,11 @@ class LoggedValues:
             rows = self._rows_before.pop(key, None)
             if not _is_global_mean(result):
                 continue
-            if not compat.is_reduced(result):
+            if not lightning_compat.is_reduced(result):
                 rows = result.cumulated_batch_size
             elif rows is None or "batch_end" in result.meta.fx:  # more rows were logged after the copy
                 continue
-            yield compat.epoch_name(results, result), (float(result.value), float(rows))
+            yield lightning_compat.epoch_name(results, result), (float(result.value), float(rows))
 
     def keep_true_means(self, columns: Columns) -> None:
         """Store sums and rows of all ranks for each mean that may be floored because ``W`` does not divide its rows."""
@@ -420,7 +420,9 @@ class LoggedValues:
 
 def _results_of_epoch(trainer: Trainer, *, validation: bool = False) -> Any:
     """Return the values that training or validation has logged in this epoch, by Lightning's key."""
-    return compat.logged_results(compat.validation_loop(trainer) if validation else trainer.fit_loop.epoch_loop)
+    return lightning_compat.logged_results(
+        lightning_compat.validation_loop(trainer) if validation else trainer.fit_loop.epoch_loop
+    )
 
 
 def _values_of_one_rank(results: Any) -> dict[str, float]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
 from lightning_ddp_losses.callbacks.facts.loss_rules import spread
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumber
 from lightning_ddp_losses.distributed.window_parts import counts_nothing, noted_parts
@@ -121,7 +121,7 @@ def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
     """Return the divisors recorded by a loss over the rows of all ranks, or an empty list for any other node."""
     parts = noted_parts(node)
     if type(node).__name__.startswith("SelectBackward"):  # selects one of several means
-        parent, index = node.next_functions[0][0], compat.saved_by_node(node, "index")
+        parent, index = node.next_functions[0][0], torch_compat.saved_by_node(node, "index")
         parts = None if parent is None else noted_parts(parent)
         parts = parts and [parts[index % len(parts)]]
     found = []
@@ -136,7 +136,7 @@ def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
 
 def _through_product(node: Any, name: str, parents: list[Any], factor: Number) -> list[tuple[Any, Number]]:
     """Follow a product with a number or a quotient by a number. Return an empty list for other products."""
-    number = _as_number(compat.saved_by_node(node, "other"))
+    number = _as_number(torch_compat.saved_by_node(node, "other"))
     with_graph = [parent for parent in parents if parent is not None]
     if not number or len(with_graph) != 1:
         return []
@@ -148,15 +148,15 @@ def _reduction(node: Any, name: str, parents: list[Any], factor: Number) -> Elem
     is_masked = any(type(parent).__name__.startswith(("IndexBackward", "MaskedSelect")) for parent in parents)
     if name in ("Mean", "Sum"):
         is_mean = name == "Mean"
-        elements: Number | None = math.prod(compat.saved_by_node(node, "self_sym_sizes", ()) or (0,))
-        elements = elements or int(compat.saved_by_node(node, "self_sym_numel", 0))
+        elements: Number | None = math.prod(torch_compat.saved_by_node(node, "self_sym_sizes", ()) or (0,))
+        elements = elements or int(torch_compat.saved_by_node(node, "self_sym_numel", 0))
     else:
-        reduction = compat.saved_by_node(node, "reduction")
+        reduction = torch_compat.saved_by_node(node, "reduction")
         if reduction not in (_MEAN, _SUM):
             return None
         is_mean = reduction == _MEAN
-        elements = _as_number(compat.saved_by_node(node, "total_weight"))
-        values = compat.saved_by_node(node, "self")
+        elements = _as_number(torch_compat.saved_by_node(node, "total_weight"))
+        values = torch_compat.saved_by_node(node, "self")
         if elements is None and isinstance(values, Tensor):
             elements = float(values.numel())
     if not elements:
@@ -174,10 +174,10 @@ def _as_number(value: Any) -> Number | None:
         return None
     if value.device.type != "cpu":
         return LateNumber.of(value)
-    if not compat.is_in_dispatch_mode():
+    if not torch_compat.is_in_dispatch_mode():
         return float(value)
     # torch unwraps a wrapped Python number before passing it to a dispatch mode, which then fails (torch 2.13)
-    with compat.without_dispatch_modes():
+    with torch_compat.without_dispatch_modes():
         return float(value)
 
 

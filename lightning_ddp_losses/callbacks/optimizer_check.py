@@ -17,7 +17,7 @@ from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
 from lightning_ddp_losses.callbacks.facts.rules import compare_optimizers
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, shown_names
 from lightning_ddp_losses.callbacks.replicas import is_replicated, optimizer_parameters
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, lightning_compat
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.modules import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
@@ -163,7 +163,7 @@ class OptimizerCheck(RankCheck, default=True):
     def _find_misplaced(self, trainer: Trainer, module: LightningModule) -> None:
         """Find parameters in optimizers that are unregistered, occur twice, or are in memory that ranks share."""
         names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
-        is_spawned = compat.start_method(trainer.strategy) == "spawn"
+        is_spawned = lightning_compat.start_method(trainer.strategy) == "spawn"
         unregistered: dict[str, Tensor] = {}
         in_shared_memory: list[str] = []
         twice: list[str] = []

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, torch_compat
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
@@ -31,7 +31,7 @@ def is_replicated(trainer: Trainer) -> bool:
     strategy = trainer.strategy
     if isinstance(strategy, ModelParallelLossStrategy):
         return True
-    return isinstance(strategy, DDPStrategy) and not compat.averages_models(strategy)
+    return isinstance(strategy, DDPStrategy) and not lightning_compat.averages_models(strategy)
 
 
 def divided_parameters(trainer: Trainer) -> frozenset[str]:
@@ -48,7 +48,7 @@ def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str
     """
     ignored = divided_parameters(trainer).union(getattr(module, DDP_IGNORES, ()))
     registered: list[tuple[str, Tensor]] = [
-        (name, p) for name, p in module.named_parameters() if name not in ignored and not compat.is_ddp_ignored(p)
+        (name, p) for name, p in module.named_parameters() if name not in ignored and not torch_compat.is_ddp_ignored(p)
     ]
     # additional parameters of optimizers must also be equal
     of_module = {id(parameter) for parameter in module.parameters()}
@@ -80,7 +80,7 @@ class ReplicatedParameters:
         if known != self._known or not self._slots:
             self._slots = []
             for inner in self._module.modules():
-                self._slots += (compat.child_modules(inner), compat.parameter_slots(inner))
+                self._slots += (torch_compat.child_modules(inner), torch_compat.parameter_slots(inner))
             self._found = replicated_parameters(self._trainer, self._module)
             self.is_replicated = is_replicated(self._trainer)
             self.divided = divided_parameters(self._trainer)

@@ -37,7 +37,7 @@ from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange, StageFacts, placed
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
@@ -121,7 +121,7 @@ class CheckRunner(Callback):
     @property
     def step(self) -> int:
         """The number of optimizer steps so far, as loggers count them."""
-        return compat.steps_as_logged(self.trainer)
+        return lightning_compat.steps_as_logged(self.trainer)
 
     @property
     def stepping(self) -> list[Optimizer]:
@@ -380,7 +380,7 @@ class CheckRunner(Callback):
             last_rows.judge_before_(peer_error or exception, self.step)
         if peer_error is not None:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
-                compat.teardown_trainer(self.trainer)
+                lightning_compat.teardown_trainer(self.trainer)
             raise peer_error from exception
 
     def close(self) -> None:

@@ -10,5 +10,6 @@
 * ``random_state``: save, seed and restore random generators
 * ``launch_variables``: environment variables of a launcher that another job may have left behind
 * ``faults``: the table of known faults. A new fault is one row in it, and the check that finds it
-* ``compat``: every access to a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
+* ``torch_compat``, ``lightning_compat``, ``metrics_compat``: every access to a private name of torch, Lightning, and torchmetrics or
+  pytorch-metric-learning
 """

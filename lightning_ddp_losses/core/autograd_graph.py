@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core import inputs, precision, torch_compat
 from lightning_ddp_losses.core.modules import eager_recursive
 
 _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
@@ -47,7 +47,7 @@ def own_graph() -> Iterator[None]:
     that have a tile.
     """
     with torch.enable_grad():
-        if not compat.has_saved_tensor_hooks():
+        if not torch_compat.has_saved_tensor_hooks():
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
@@ -227,7 +227,7 @@ class FullPrecisionPlan:
         dtype = precision.compute_dtype(tensors)
         device_types = frozenset(tensor.device.type for tensor in given)
         is_full = (
-            not compat.is_any_autocast_on()
+            not torch_compat.is_any_autocast_on()
             and precision.is_full(dtype, (), tensors)
             and not precision.narrow_buffers(modules, dtype)
         )

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.class_code import names_written
 from lightning_ddp_losses.core.option_values import (
     PLAIN,
@@ -143,12 +143,12 @@ class _Snapshot:
         self._keys: list[AttributeKey | None] = []  # key of each object, or None for a module or a parameter
         for path, each in () if module is None else module.named_modules():
             attributes = vars(each)
-            parameters = compat.parameter_slots(each)
+            parameters = torch_compat.parameter_slots(each)
             names = [name for name in attributes if _may_be_option(each, name)]
             self._attributes.append((attributes, names))
             self._keys += [(path, name) for name in names]
             self._keys += [None] * (len(attributes["_modules"]) + len(parameters))
-            buffers = compat.buffer_slots(each)
+            buffers = torch_compat.buffer_slots(each)
             self.buffer_slots.append(buffers)
             if not _is_metric(each):  # the states of a metric may be other attributes after an update
                 self._named += [attributes, buffers]
@@ -253,7 +253,7 @@ def _fixed_values(root: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
     """Yield values that are compared once: buffers, which DDP may write to, and values that a metric computes from its options."""
     for path, module in root.named_modules():
         if not _is_metric(module):
-            for name, buffer in compat.buffer_slots(module).items():
+            for name, buffer in torch_compat.buffer_slots(module).items():
                 if name not in _MEMORIES and can_be_hashed(buffer):
                     yield (path, name), Written(buffer)
             continue

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import precision, torch_compat
 from lightning_ddp_losses.core.transparent import all_modules, wrapped_module
 
 _MAX_OBJECTS = 20_000  # number of objects to inspect
@@ -133,7 +133,7 @@ class ModuleContents:
 
     def _slots(self) -> list[object]:
         """Return the contents of the slots of the known modules. The loops run in C."""
-        return [*compat.all_slots(self.modules, "modules"), *compat.all_slots(self.modules, "parameters")]
+        return [*torch_compat.all_slots(self.modules, "modules"), *torch_compat.all_slots(self.modules, "parameters")]
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy walks over the copied module
         return ModuleContents, (self._module,)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, range, slice)
 """Types of values that cannot change in place."""
@@ -117,7 +117,7 @@ class Written:
         if not isinstance(value, Tensor):
             self._version = len(value)
         elif not value.is_inference():
-            self._version = compat.tensor_version(value)
+            self._version = torch_compat.tensor_version(value)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Written):

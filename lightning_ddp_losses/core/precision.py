@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 
 _CROSS_BATCH_MEMORY = "pytorch_metric_learning.losses.cross_batch_memory.CrossBatchMemory"
 
@@ -97,13 +97,13 @@ def modules_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> list[nn
     while slots:
         level = {id(m): m for m in slots if m is not None and id(m) not in found and id(m) not in skipped}
         found.update(level)
-        slots = [*compat.all_slots(level.values(), "modules")]
+        slots = [*torch_compat.all_slots(level.values(), "modules")]
     return [*found.values()]
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters that some modules hold directly. A shared parameter appears once for each slot."""
-    return [parameter for parameter in compat.all_slots(modules, "parameters") if parameter is not None]
+    return [parameter for parameter in torch_compat.all_slots(modules, "parameters") if parameter is not None]
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
@@ -113,7 +113,7 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
 
 def has_buffers(module: nn.Module, left_out: Iterable[nn.Module]) -> bool:
     """Return whether a module has buffers, apart from the buffers of some modules inside it."""
-    return any(buffer is not None for buffer in compat.all_slots(modules_of(module, left_out), "buffers"))
+    return any(buffer is not None for buffer in torch_compat.all_slots(modules_of(module, left_out), "buffers"))
 
 
 def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, str, Tensor]]:
@@ -122,10 +122,10 @@ def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tup
     Wider buffers are excluded, because they may accumulate values without losing digits, and so are buffers that their class casts itself.
     """
     found = list[tuple[nn.Module, str, Tensor]]()
-    if not [*compat.all_slots(modules, "buffers")]:
+    if not [*torch_compat.all_slots(modules, "buffers")]:
         return found
     for owner in modules:
-        for name, buffer in compat.buffer_slots(owner).items():
+        for name, buffer in torch_compat.buffer_slots(owner).items():
             if buffer is None or not buffer.is_floating_point() or buffer.dtype.itemsize >= dtype.itemsize:
                 continue
             if not _casts_its_buffers(owner):
@@ -160,7 +160,7 @@ _switched_off: list[None] = []  # one entry for each nested block that has disab
 
 def is_autocast_on() -> bool:
     """Return whether the program is inside autocast, even if a loss has disabled it for its own computation."""
-    return bool(_switched_off) or compat.is_any_autocast_on()
+    return bool(_switched_off) or torch_compat.is_any_autocast_on()
 
 
 def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[object]:
@@ -197,7 +197,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     parameters = []
     for owner in module.modules():
-        for name, parameter in compat.parameter_slots(owner).items():
+        for name, parameter in torch_compat.parameter_slots(owner).items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                 parameters.append((owner, name, parameter))
     buffers = narrow_buffers(modules_of(module), dtype)
@@ -205,23 +205,23 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     cast: dict[int, Tensor] = {id(parameter): parameter.to(dtype) for _, _, parameter in parameters}
     with torch.inference_mode(False):  # so that the casts count writes
         cast |= {id(buffer): buffer.to(dtype) for _, _, buffer in buffers}
-    versions = {id(buffer): compat.tensor_version(cast[id(buffer)]) for _, _, buffer in buffers}
+    versions = {id(buffer): torch_compat.tensor_version(cast[id(buffer)]) for _, _, buffer in buffers}
     try:
         for owner, name, parameter in parameters:
             # a registered slot only accepts a Parameter by assignment, but the module can use any tensor in it
-            compat.parameter_slots(owner)[name] = cast[id(parameter)]  # type: ignore[assignment]
+            torch_compat.parameter_slots(owner)[name] = cast[id(parameter)]  # type: ignore[assignment]
         for owner, name, buffer in buffers:
-            compat.buffer_slots(owner)[name] = cast[id(buffer)]
+            torch_compat.buffer_slots(owner)[name] = cast[id(buffer)]
         yield
     finally:
         for owner, name, parameter in parameters:
-            compat.parameter_slots(owner)[name] = parameter
+            torch_compat.parameter_slots(owner)[name] = parameter
         for owner, name, buffer in buffers:
             seen = cast[id(buffer)]
-            if compat.buffer_slots(owner).get(name) is not seen:
+            if torch_compat.buffer_slots(owner).get(name) is not seen:
                 continue
-            compat.buffer_slots(owner)[name] = buffer
-            if compat.tensor_version(seen) != versions[id(buffer)]:
+            torch_compat.buffer_slots(owner)[name] = buffer
+            if torch_compat.tensor_version(seen) != versions[id(buffer)]:
                 with torch.no_grad():
                     buffer.copy_(seen)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 
 
 class CountedDraws:
@@ -178,7 +178,7 @@ def torch_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     places = {(device.type, device.index or 0) for device in devices if device.type not in ("cpu", "meta")}
     found = [torch.default_generator]
     for kind, index in sorted(places):
-        found += compat.device_generators(kind)[index : index + 1]
+        found += torch_compat.device_generators(kind)[index : index + 1]
     return found
 
 
@@ -239,7 +239,7 @@ class RandomStates:
 
     def __init__(self, devices: Iterable[torch.device], runs: int) -> None:
         accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
-        self.are_complete = all(compat.device_generators(device.type) for device in accelerators)
+        self.are_complete = all(torch_compat.device_generators(device.type) for device in accelerators)
         self._generators = torch_generators(accelerators) if self.are_complete else []
         self._memory = [bytearray(runs * generator.get_state().nbytes) for generator in self._generators]
         self._stored = 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 
 MOST_PLANS = 32
 """Maximum number of plans that an object stores. The oldest plan is dropped for a new one."""
@@ -69,7 +69,7 @@ def modes_of_torch() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        compat.is_any_autocast_on(),
+        torch_compat.is_any_autocast_on(),
         torch.get_default_dtype(),
     )
 

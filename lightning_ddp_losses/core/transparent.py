@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
 T = TypeVar("T", bound="TransparentWrapper")
@@ -79,7 +79,7 @@ class TransparentWrapper(nn.Module):
 
     def wrap_(self, module: nn.Module) -> None:
         """Take the tables of a module, in place of those that this one has."""
-        tables = compat.shared_tables(module)
+        tables = torch_compat.shared_tables(module)
         vars(self).update(tables)
         vars(self)[_WRAPPED] = module
         # pruning and the like put another tensor in the place of one of these

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import Metric
 
 from lightning_ddp_losses import ssl
-from lightning_ddp_losses.core.compat import is_made_by_command_line
+from lightning_ddp_losses.core.lightning_compat import is_made_by_command_line
 from lightning_ddp_losses.core.transparent import all_modules
 from lightning_ddp_losses.demo.evaluation import HeldOutModule, effective_rank
 from lightning_ddp_losses.distributed import process_groups

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.global_values import (
@@ -365,7 +365,7 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: as ``begin_backward``.
         """
-        if compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has recomputed
+        if torch_compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has recomputed
             leaves = self._graph.leaves_below(nodes_of(roots), "a checkpoint", is_checkpoint=True)
             self.gradients.take_leaves_(leaves)
             yield
@@ -427,7 +427,7 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: naming the loss.
         """
-        if self.is_single or compat.graph_task_id() != -1:
+        if self.is_single or torch_compat.graph_task_id() != -1:
             return
         for node, _ in walk_graph(outputs, through=lambda node: window_call(node) is None):
             call = window_call(node)

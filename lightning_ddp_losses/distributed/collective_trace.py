@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.user_line import package_of, shown_line
 
@@ -67,7 +67,7 @@ class _Call(NamedTuple):
     versions: list[int]  # to detect later writes into an output
 
 
-class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveTrace(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Trace one forward in this thread. ``reaching`` then lists the collectives that cut the loss's graph.
 
     Attributes:
@@ -98,11 +98,11 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and pass marks to its outputs."""
         kwargs = kwargs or {}
-        if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
+        if torch_compat.reads_scalar(func) and not isinstance(args[0], Tensor):
             return args[0]  # torch passes a number saved by autograd to a mode as a plain number (torch 2.13)
         marks = _Marks().union(*map(self._marks_of, inputs.tensors_in((args, kwargs))))
         result = func(*args, **kwargs)
-        name = compat.operator_schema(func).name.rpartition("::")[2]
+        name = torch_compat.operator_schema(func).name.rpartition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.names.append(name)
             self._see_collective(func.namespace, name, args, result)
@@ -134,20 +134,20 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
             self._add_marks([output], _Marks([own if rank == process_groups.rank() else others]))
 
     def _marks_of(self, tensor: Tensor) -> _Marks:
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         marks = _Marks() if memory is None else self._marks.get(memory.cdata, (None, _Marks()))[1]
         return marks | {_GRAPH} if tensor.grad_fn is not None else marks
 
     def _add_marks(self, tensors: Iterable[Tensor], marks: _Marks) -> None:
         for tensor in tensors:
-            memory = compat.memory_reference(tensor)
+            memory = torch_compat.memory_reference(tensor)
             if memory is not None:
                 known, before = self._marks.get(memory.cdata, (memory, _Marks()))
                 self._marks[memory.cdata] = known, before | marks
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [*map(compat.tensor_version, tensors)]
+    return [*map(torch_compat.tensor_version, tensors)]
 
 
 # ---------------------------------------------------------------------- the user's source line

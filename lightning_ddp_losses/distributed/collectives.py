@@ -41,7 +41,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.precision import without_autocast
@@ -205,7 +205,7 @@ def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, ad
         error = InputError(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
     elif process_groups.world_size(group) == 1:
         return
-    elif compat.is_transformed(tensor):
+    elif torch_compat.is_transformed(tensor):
         fix = "Differentiate with autograd (backward, torch.autograd.grad), or transform what each rank computes by itself."
         got = "a tensor inside a transform of torch.func"
         error = InputError(f"{what}: tensor", expected="a tensor of autograd", got=got, fix=fix)
@@ -217,7 +217,7 @@ def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, ad
         fix = "Convert it to a dtype that holds the sum, for instance int64 or complex64."
         error = InputError(f"{what}: dtype", expected="one that can be added", got=str(tensor.dtype), fix=fix)
     if error is not None:
-        with compat.outside_transforms():
+        with torch_compat.outside_transforms():
             handshake.raise_on_all_ranks(error, what, group=group)
 
 
@@ -267,7 +267,7 @@ def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Ca
         @functools.wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor | None) -> Grads:
             makes_graph = torch.is_grad_enabled()
-            if not makes_graph and not compat.is_any_autocast_on():
+            if not makes_graph and not torch_compat.is_any_autocast_on():
                 return backward(ctx, *grads)
             devices = {"cpu", *(grad.device.type for grad in grads if grad is not None)}
             # a manual call of backward may run inside the autocast of a training step, but must keep the precision of forward

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -46,7 +46,7 @@ def batch_leaves(batch: Any) -> Iterator[Any]:
         if isinstance(part, Tensor):
             yield part
         else:
-            yield from compat.tree_leaves(part)
+            yield from torch_compat.tree_leaves(part)
 
 
 def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) -> list[int]:

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import other_reductions, process_groups
@@ -151,7 +151,7 @@ def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientR
     for path, module in modules:
         if isinstance(module, DistributedDataParallel):
             ranks = process_groups.members(module.process_group)
-            hook = next(iter(compat.foreign_comm_hooks(module)), None)
+            hook = next(iter(torch_compat.foreign_comm_hooks(module)), None)
             divisor = float(len(ranks)) if hook is None else None
             source = "DistributedDataParallel" if hook is None else f"comm hook {hook} of DistributedDataParallel"
             found[path] = GradientReduction(divisor, ranks, source)
@@ -173,7 +173,7 @@ def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientR
 
 def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
     """Yield how ``fully_shard`` reduces the parameters of one module."""
-    for factor, forces_sum, mesh, own_ranks in compat.sharded_reductions(module):
+    for factor, forces_sum, mesh, own_ranks in torch_compat.sharded_reductions(module):
         ranks = process_groups.mesh_ranks(mesh)
         if factor is None:
             yield GradientReduction(float(len(ranks)), ranks, "fully_shard")

@@ -22,7 +22,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import precision, torch_compat
 from lightning_ddp_losses.core.inputs import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.messages import (
@@ -450,7 +450,7 @@ def raise_on_all_ranks(
     if process_groups.world_size(group) == 1 or getattr(error, "collective", False):
         raise error
     # not a failure: peers may not recompute this forward, and then do not take part in a handshake
-    if compat.stops_recomputation(error):
+    if torch_compat.stops_recomputation(error):
         raise error
     note_on(error, collective=True)
     report = failure_report(error, where)

@@ -36,7 +36,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.user_line import ProgramCall, call_on_stack
 from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error, listed
 
@@ -271,7 +271,7 @@ class Watch:
         if self.stall_seconds is None or seconds < self.stall_seconds / 2 or place == "end":
             return
         shown = f"{place}, for {seconds:.0f} s"
-        call = call_on_stack(compat.frame_of_thread(self._main_thread))
+        call = call_on_stack(torch_compat.frame_of_thread(self._main_thread))
         if call is not None:
             shown = f"{shown}, in {call}"
         self.store.set(f"place/{self.rank}", shown)
@@ -454,7 +454,7 @@ def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
 
 def _own_store(rank: int) -> Store | None:
     """Return a part of the default store that only this run uses, or None if torch does not expose the default store."""
-    store = compat.default_store()
+    store = torch_compat.default_store()
     if store is None:
         return None
     base = store

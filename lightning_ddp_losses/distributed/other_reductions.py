@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import process_groups
 
 _SETTERS = (
@@ -30,7 +30,7 @@ noted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def watch_setters() -> None:
     """Record modules whose reduction is chosen from now on, and modules that were created before this import. Call it once."""
     for cls, name in _SETTERS:
-        compat.note_calls(cls, name, noted.add)
+        torch_compat.note_calls(cls, name, noted.add)
     if process_groups.is_distributed():
         noted.update(each for each in gc.get_objects() if issubclass(type(each), (FSDPModule, DistributedDataParallel)))
 
@@ -50,10 +50,10 @@ def _others() -> set[str]:
 def _described(module: nn.Module) -> str:
     """Return the reduction of one module, or an empty text for a mean."""
     if isinstance(module, DistributedDataParallel):
-        hook = next(iter(compat.foreign_comm_hooks(module)), None)
+        hook = next(iter(torch_compat.foreign_comm_hooks(module)), None)
         return "" if hook is None else f"comm hook {hook} of DistributedDataParallel"
     if isinstance(module, FSDPModule):
-        for factor, _, mesh, _ in compat.sharded_reductions(module):
+        for factor, _, mesh, _ in torch_compat.sharded_reductions(module):
             if factor is not None and factor != len(process_groups.mesh_ranks(mesh)):
                 return f"set_gradient_divide_factor({factor:g}) of {type(module).__name__}"
     return ""

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import ConfigurationError, expect
@@ -238,7 +238,7 @@ def set_timeout(timeout: timedelta | None) -> None:
 
 def _patience(group: Group = None) -> timedelta | None:
     """Return the timeout for groups created now, which ``new_group`` does not inherit. If None, torch's default applies."""
-    return _timeout or compat.group_timeout(group or dist.group.WORLD)
+    return _timeout or torch_compat.group_timeout(group or dist.group.WORLD)
 
 
 def subgroup_of_size(size: int) -> Group:
@@ -525,7 +525,7 @@ def abort_stuck(device: torch.device) -> bool:
 
     if liveness.within(STUCK_SECONDS, synchronize):
         return False
-    return compat.abort_communicators(device) > 0
+    return torch_compat.abort_communicators(device) > 0
 
 
 def _forget_former_world() -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError, listed
 
@@ -406,11 +406,11 @@ def own_keys(rank: int, ranks: Sequence[int], timeout: timedelta | None) -> Iter
 
     Communication: none, or a roll call through the store if an agent holds the store of a world that was started by other code.
     """
-    store = compat.default_store()
+    store = torch_compat.default_store()
     if not _agent_holds_store() or liveness.has_begun() or store is None or len(ranks) == 1:
         yield
         return
     name = "groups/" + "-".join(map(str, ranks))
     token, _ = hold_roll_call(store, ranks.index(rank), len(ranks), timeout=timeout or _LONGEST, name=name)
-    with compat.world_store_prefixed(token):
+    with torch_compat.world_store_prefixed(token):
         yield

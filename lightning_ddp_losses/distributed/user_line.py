@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 
 _OURS = Path(__file__).parents[1]
 _EVERYWHERE = "Call it on every rank, outside of `if trainer.is_global_zero` and of branches on local data."
@@ -58,22 +58,22 @@ def call_on_stack(frame: FrameType | None) -> ProgramCall | None:
     logged = logged_value(frames)
     if logged is not None:
         return logged
-    if any(map(compat.is_saving_frame, frames)):
+    if any(map(lightning_compat.is_saving_frame, frames)):
         return ProgramCall("trainer.save_checkpoint", users_line(frame))
     for each in frames:
         name = each.f_code.co_name
-        if name in _METHODS and compat.is_strategy_frame(each):
+        if name in _METHODS and lightning_compat.is_strategy_frame(each):
             return ProgramCall(f"strategy.{name}", users_line(frame))
     return None
 
 
 def logged_value(frames: list[FrameType]) -> ProgramCall | None:
     """Return the call of ``self.log`` whose value is reduced in these frames at the end of an epoch, or None."""
-    logged = next(filter(None, map(compat.name_and_hook_of_log, frames)), None)
+    logged = next(filter(None, map(lightning_compat.name_and_hook_of_log, frames)), None)
     if logged is None:
         return None
     name, hook = logged
-    owners: list[Any] = next(filter(None, map(compat.hook_owners, frames)), [])
+    owners: list[Any] = next(filter(None, map(lightning_compat.hook_owners, frames)), [])
     lines = [_line_with_name(type(owner), name, hook) for owner in owners]  # type: ignore[arg-type]  # a class can be hashed
     line = next(filter(None, lines), f"hook {hook}")
     return ProgramCall(f"self.log({name!r}, sync_dist=True)", line)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.errors import ConfigurationError, expect, listed
 
@@ -91,9 +91,9 @@ class WindowGradients:
         found += [leaf.grad for leaf in self._leaves]
         grads = [grad for grad in found if grad is not None]
         if factor != 1.0:
-            compat.multiply_([local_part(grad) for grad in grads], factor)
+            torch_compat.multiply_([local_part(grad) for grad in grads], factor)
         if divided_by != 1.0:
-            compat.multiply_([grad for grad in grads if local_part(grad) is grad], 1 / divided_by)
+            torch_compat.multiply_([grad for grad in grads if local_part(grad) is grad], 1 / divided_by)
         self._seen = None
 
     def drop_(self) -> None:
@@ -105,7 +105,7 @@ class WindowGradients:
 
 def _state_of(parameter: Tensor) -> _Seen:
     grad = parameter.grad
-    return grad, -1 if grad is None else compat.tensor_version(local_part(grad))
+    return grad, -1 if grad is None else torch_compat.tensor_version(local_part(grad))
 
 
 def _is_same(before: _Seen, now: _Seen) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
 from lightning_ddp_losses.distributed.window_parts import WindowCall, has_parts, not_a_weighted_sum, window_call
 from lightning_ddp_losses.errors import ConfigurationError
@@ -153,7 +153,9 @@ class WindowGraph:
     def _is_known(self, variable: Tensor) -> bool:
         if id(variable) not in self._names and isinstance(variable, nn.Parameter):
             for module in self._modules:
-                self._names.update({id(tensor): name for name, tensor in compat.gathered_parameters(module).items()})
+                self._names.update(
+                    {id(tensor): name for name, tensor in torch_compat.gathered_parameters(module).items()}
+                )
         return id(variable) in self._names
 
     def _name_of(self, node: Any) -> str | None:

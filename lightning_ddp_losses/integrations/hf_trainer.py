@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
+from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.global_values import recent_global_values
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect

@@ -37,8 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses.core import autograd_graph
-from lightning_ddp_losses.core.compat import BATCH_NORM_TYPES, attached_trainer
+from lightning_ddp_losses.core.lightning_compat import attached_trainer
 from lightning_ddp_losses.core.modules import MethodPatch, eager_recursive, unregistered_modules
+from lightning_ddp_losses.core.torch_compat import BATCH_NORM_TYPES
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, expect, expect_count, listed

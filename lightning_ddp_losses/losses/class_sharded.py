@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, inputs, lightning_compat, precision, torch_compat
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans
@@ -176,7 +176,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             full_shape[head.class_dim] = inner.num_classes * head.per_class
             weight = weight.narrow(head.class_dim, 0, 0)
         # the loss without its weight, and this rank's classes of the weight
-        self.loss = compat.without_parameter(inner, head.weight_name)
+        self.loss = torch_compat.without_parameter(inner, head.weight_name)
         self._head = head_of(self.loss)
         self._penalty = penalty
         self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
@@ -600,7 +600,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # stored next to the version, so that other ranks do not load it as their part
         held = (self.shard.start, self.shard.stop, self.num_classes)
-        compat.state_dict_metadata(destination, prefix)[_HELD_CLASSES] = held
+        torch_compat.state_dict_metadata(destination, prefix)[_HELD_CLASSES] = held
 
     def weight_as_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """Return this rank's classes as its part of a ``DTensor``, for torch's tools: ``distributed.checkpoint``, ``clip_grad_norm_``.
@@ -633,7 +633,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def attach(self, optimizer: Any) -> None:
         """Make an optimizer step only the rows that were used, as required with ``sample_rate`` below 1."""
-        inner = compat.unwrapped_optimizer(optimizer)
+        inner = lightning_compat.unwrapped_optimizer(optimizer)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         if self.sampler is None or all(parameter is not self.weight for parameter in parameters):
             return

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, precision
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
+from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses import element_losses, partial_sums, pml_registry
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws

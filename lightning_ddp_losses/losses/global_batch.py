@@ -17,7 +17,7 @@ from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core import inputs, precision, torch_compat
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.function_loss import UNFINISHED, as_module, name_of_loss, unfinished_error
@@ -389,7 +389,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         must_match |= micro_batch_to_match() | reduction_to_match()
         weights = parameters
         if rules.is_torchs:
-            own_buffers = compat.buffer_slots(self.wrapped).values()
+            own_buffers = torch_compat.buffer_slots(self.wrapped).values()
             weights = [*parameters, *filter(torch.is_tensor, own_buffers)]
         if weights:
             fingerprint = self._weights.take(weights, self._group)

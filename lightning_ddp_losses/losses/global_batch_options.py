@@ -8,8 +8,9 @@ from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.reducers import DoNothingReducer
 from torch import nn
 
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, torchmetrics_states
 from lightning_ddp_losses.core.function_loss import FunctionLoss, name_of_loss
+from lightning_ddp_losses.core.metrics_compat import torchmetrics_states
+from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option, explained_by
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products

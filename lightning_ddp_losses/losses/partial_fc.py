@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.random_state import CountedDraws
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
@@ -115,7 +115,7 @@ class SampledGradient:
             weight: The parameter.
             shard: This rank's classes.
         """
-        backward = compat.graph_task_id()
+        backward = torch_compat.graph_task_id()
         if backward != self._backward and self._is_dropped(weight, shard):
             self._sampled, self._had_nonzero = [], False
         self._sampled.append(sampled)

@@ -29,8 +29,8 @@ from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, child_modules
 from lightning_ddp_losses.core.function_loss import FunctionLoss
+from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES, child_modules
 from lightning_ddp_losses.errors import expect
 
 Mode = Literal["replicated", "rows", "elements", "moments"]

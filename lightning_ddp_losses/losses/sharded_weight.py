@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.random_state import preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
@@ -258,7 +258,7 @@ def _rows_contiguous(weight: Tensor, class_dim: int) -> Tensor:
 class _ClassBlock(torch.Tensor):
     """Some classes of a weight. ``size()`` answers for all of them, because fan-in decides how some of torch's functions draw."""
 
-    __torch_function__ = compat.DISABLED_TORCH_FUNCTION
+    __torch_function__ = torch_compat.DISABLED_TORCH_FUNCTION
     full_shape: tuple[int, ...]
 
     def size(self, dim: int | None = None) -> Any:

@@ -18,7 +18,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
-from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, inputs, precision, torch_compat
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, modes_of_torch
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -525,7 +525,7 @@ def in_full_precision(
 
 def _precision_plan(owner: Any, tensors: precision.CallTensors) -> autograd_graph.FullPrecisionPlan:
     """Return the precision plan of a call, computed once for each combination of dtypes, devices and modes of torch."""
-    weights = [*tensors.parameters, *compat.all_slots(tensors.modules, "buffers")]
+    weights = [*tensors.parameters, *torch_compat.all_slots(tensors.modules, "buffers")]
     of_weights = [None if weight is None else weight.dtype for weight in weights]
     of_given = [(tensor.dtype, tensor.device.type) for tensor in tensors.given]
     signature = (*of_weights, *of_given, *modes_of_torch())

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core import inputs, precision, torch_compat
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
@@ -98,7 +98,7 @@ class _Before(NamedTuple):
         """Return the properties of a state that are compared."""
         if not isinstance(state, Tensor):
             return cls(list(state))
-        return cls(state, 0 if state.is_inference() else compat.tensor_version(state))
+        return cls(state, 0 if state.is_inference() else torch_compat.tensor_version(state))
 
     def is_same(self, state: Any) -> bool:
         """Return whether the state is the same object and was not written to."""

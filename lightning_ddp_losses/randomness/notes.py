@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 
 
 class DrawNote(NamedTuple):
@@ -38,7 +38,7 @@ class Refusal(NamedTuple):
 
 def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operator by name, including defaults."""
-    schema = compat.operator_schema(func)
+    schema = torch_compat.operator_schema(func)
     values = {}
     for number, argument in enumerate(schema.arguments):
         if number < len(args):

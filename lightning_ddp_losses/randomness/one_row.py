@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.notes import users_line
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, memory_order
@@ -84,7 +84,12 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
     @contextmanager
     def active(self) -> Iterator[None]:
         """Process the operators inside the block."""
-        with compat.around_fsdp_exchanges(self.paused), self._sizes, compat.in_backward(self._sizes), self._own:
+        with (
+            torch_compat.around_fsdp_exchanges(self.paused),
+            self._sizes,
+            torch_compat.in_backward(self._sizes),
+            self._own,
+        ):
             yield
         self._end()
 
@@ -169,7 +174,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
     def _refuse_unfollowed(self, name: str, call: _TwinCall) -> None:
         """Refuse a call that cannot be tracked, if it involves draws that may determine the order of rows."""
         marks = [self.mark_of_own(tensor) for tensor in call.own]
-        if compat.graph_task_id() != -1:
+        if torch_compat.graph_task_id() != -1:
             return
         if name in _NUMBERS:
             if any(mark.is_drawn for mark in marks):
@@ -213,7 +218,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         super()._lose(name, func, marks, outputs)
         has_rows = any(mark.place is not None for mark in marks)
         has_others = any(mark.place is None and not mark.is_lost for mark in marks)
-        is_one_of_more = self._own_rows.total > 1 and compat.graph_task_id() == -1
+        is_one_of_more = self._own_rows.total > 1 and torch_compat.graph_task_id() == -1
         if is_one_of_more and has_rows and has_others and name in _PICKS:
             self.refuse(
                 f"{name} at {users_line()}",
@@ -315,7 +320,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         )
 
 
-class OwnDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OwnDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Processes the operators of the row.
 
     Args:

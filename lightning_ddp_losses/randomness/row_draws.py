@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, users_line
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
@@ -40,7 +40,7 @@ OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _REORDERS = {"index", "index_select", "take", "gather", "flip", "roll", "slice", "select", "split", "unbind", "sort"}
 
 
-class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Processes the operators of a step.
 
     Args:
@@ -76,7 +76,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
             return
         # a checkpointed layer runs again in backward
-        with compat.around_fsdp_exchanges(self.paused), self._sizes, compat.in_backward(self._sizes), self:
+        with torch_compat.around_fsdp_exchanges(self.paused), self._sizes, torch_compat.in_backward(self._sizes), self:
             yield
         self._end()
 
@@ -200,13 +200,13 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if draws_numbers(func, args, kwargs):
             return self._draw(func, args, kwargs, tensors, marks)
         name = operator_name(func)
-        if any(mark.is_order for mark in marks) and name not in KEEP_ORDER and compat.graph_task_id() == -1:
+        if any(mark.is_order for mark in marks) and name not in KEEP_ORDER and torch_compat.graph_task_id() == -1:
             args, kwargs = self._misuse(name, args, kwargs)
         result = func(*args, **kwargs)
         outputs = tensors_in(result)
         if outputs:
             self._follow(func, args, kwargs, tensors, marks, outputs)
-        elif any(mark.is_summed for mark in marks) and compat.graph_task_id() == -1:
+        elif any(mark.is_summed for mark in marks) and torch_compat.graph_task_id() == -1:
             self._refuse_reading(name)
         return result
 
@@ -259,7 +259,7 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refuse_sum(self, name: str) -> None:
         """Refuse combining rows with a mean of this rank's draws, which in one process is a mean over the rows of all ranks."""
-        if compat.graph_task_id() == -1:
+        if torch_compat.graph_task_id() == -1:
             self.refuse(
                 f"{name} at {users_line()}",
                 "a sum or mean over this rank's rows of draws, which goes back to the rows",
@@ -268,13 +268,13 @@ class RowDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _lose(self, name: str, func: Any, marks: Sequence[Mark], outputs: Sequence[Tensor]) -> None:
         """Mark results as lost. In forward, draws must not determine the order of rows."""
-        changes = compat.operator_schema(func).is_mutable
+        changes = torch_compat.operator_schema(func).is_mutable
         for output in outputs:
             if changes:
                 self._table.lose_(output)
             else:
                 self._table.write_(output, LOST)
-        is_in_backward = compat.graph_task_id() != -1
+        is_in_backward = torch_compat.graph_task_id() != -1
         had_rows = any(mark.place is not None for mark in marks)
         if is_in_backward or not had_rows:
             return

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.randomness.places import Mark, RowPlace, Rows
@@ -61,7 +61,7 @@ class RowOrders:
 
         Communication: for ``multinomial`` and ``argsort``, one handshake and one gather of numbers. Otherwise none.
         """
-        with compat.without_dispatch_modes():
+        with torch_compat.without_dispatch_modes():
             given = [self._whole(part, 0) if isinstance(part, Tensor) else part for part in args]
             whole: Tensor = func(*given, **kwargs)
             return whole[self._rows.start : self._rows.start + self._rows.local].clone()
@@ -136,7 +136,7 @@ class RowOrders:
 
         Communication: one handshake and one gather of all rows, and one exchange in backward.
         """
-        with compat.without_dispatch_modes():
+        with torch_compat.without_dispatch_modes():
             whole = self._whole(pick.tensor, pick.dim)
             picked: Tensor = func(whole, *args[1:], **kwargs)
             return picked

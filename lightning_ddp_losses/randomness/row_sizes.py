@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness.notes import is_of_user
 from lightning_ddp_losses.randomness.places import Mark
 
@@ -224,7 +224,7 @@ class RowSizes(TorchFunctionMode):
 
     def has_escaped(self) -> bool:
         """Return whether a number of rows became a plain number. Layers that run again in backward were checked in forward."""
-        return self.use.has_escaped and compat.graph_task_id() == -1
+        return self.use.has_escaped and torch_compat.graph_task_id() == -1
 
     def may_count_rows(self, size: int) -> bool:
         """Return whether a number that was not read as a number of rows may be a number of rows."""

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness.places import LOST, Mark
 
 _Layout: TypeAlias = "tuple[int, tuple[int, ...], tuple[int, ...]]"
@@ -24,13 +24,13 @@ class RowTable:
     """The mark of each known tensor."""
 
     def __init__(self) -> None:
-        self._by_memory: dict[compat.MemoryReference, dict[_Layout, Mark]] = {}
-        self._lost: set[compat.MemoryReference] = set()
+        self._by_memory: dict[torch_compat.MemoryReference, dict[_Layout, Mark]] = {}
+        self._lost: set[torch_compat.MemoryReference] = set()
         self._sweep_at = FIRST_SWEEP
 
     def read(self, tensor: Tensor) -> Mark | None:
         """Return the mark of a tensor, or None if it is not marked."""
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         if memory is None or memory in self._lost:
             return LOST
         layouts = self._by_memory.get(memory)
@@ -43,7 +43,7 @@ class RowTable:
 
     def write_(self, tensor: Tensor, mark: Mark) -> None:
         """Mark a tensor."""
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         if memory is None or memory in self._lost:
             return
         self._by_memory.setdefault(memory, {})[layout_of(tensor)] = mark
@@ -52,7 +52,7 @@ class RowTable:
 
     def lose_(self, tensor: Tensor) -> None:
         """Mark all tensors in the memory of a tensor as lost."""
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         if memory is not None:
             self._lost.add(memory)
 
@@ -63,7 +63,7 @@ class RowTable:
         self._sweep_at = max(FIRST_SWEEP, 2 * len(self._by_memory))
 
 
-def alive_memory(by_memory: dict[compat.MemoryReference, _Value]) -> dict[compat.MemoryReference, _Value]:
+def alive_memory(by_memory: dict[torch_compat.MemoryReference, _Value]) -> dict[torch_compat.MemoryReference, _Value]:
     """Return the entries whose memory was not freed."""
     return {memory: found for memory, found in by_memory.items() if not memory.expired()}  # type: ignore[no-untyped-call]
 

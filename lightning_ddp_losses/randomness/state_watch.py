@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
 
 
@@ -18,12 +18,12 @@ class StateWatch:
     def note_draw(self) -> None:
         """Record the state after a draw."""
         self._states[1] = torch_states(self._device)
-        if compat.graph_task_id() == -1:
+        if torch_compat.graph_task_id() == -1:
             self._states[0] = self._states[1]
 
     def has_moved_unseen(self) -> bool:
         """Return whether the state has changed since the last draw. In backward always False, as recomputed layers restore states."""
-        if compat.graph_task_id() != -1:
+        if torch_compat.graph_task_id() != -1:
             return False
         state = torch_states(self._device)
         if any(torch.equal(state, each) for each in self._states):

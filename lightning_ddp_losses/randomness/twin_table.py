@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness.row_table import FIRST_SWEEP, alive_memory, layout_of
 
 NO_TWIN: Final = "lost"
@@ -25,8 +25,8 @@ class TwinTable:
     """The twin of each known tensor."""
 
     def __init__(self) -> None:
-        self._by_tensor = compat.WeakTensorKeys()
-        self._by_memory: dict[compat.MemoryReference, dict[Any, Twin]] = {}
+        self._by_tensor = torch_compat.WeakTensorKeys()
+        self._by_memory: dict[torch_compat.MemoryReference, dict[Any, Twin]] = {}
         self._sweep_at = FIRST_SWEEP
 
     def read(self, tensor: Tensor) -> Twin | None:
@@ -34,7 +34,7 @@ class TwinTable:
         twin: Twin | None = self._by_tensor.get(tensor)  # type: ignore[no-untyped-call]
         if twin is not None:
             return twin
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         if memory is None:
             return NO_TWIN
         layouts = self._by_memory.get(memory)
@@ -45,7 +45,7 @@ class TwinTable:
     def write_(self, tensor: Tensor, twin: Twin) -> None:
         """Record the twin of a tensor."""
         self._by_tensor[tensor] = twin
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         if memory is None:
             return
         layouts = self._by_memory.setdefault(memory, {})
@@ -61,7 +61,7 @@ class TwinTable:
     def forget_(self, tensor: Tensor) -> None:
         """Remove a tensor, which is then treated as created outside the step."""
         self._by_tensor.pop(tensor, None)  # type: ignore[no-untyped-call]
-        memory = compat.memory_reference(tensor)
+        memory = torch_compat.memory_reference(tensor)
         if memory is not None:
             self._by_memory.pop(memory, None)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness.places import (
     RowPlace,
     Rows,
@@ -66,12 +66,12 @@ def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 def operator_name(function: Any) -> str:
     """Return the name of an operator of aten, such as ``bernoulli_``."""
-    return str(compat.operator_schema(function).name).partition("::")[2]
+    return str(torch_compat.operator_schema(function).name).partition("::")[2]
 
 
 def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
     """Return the shape that an operator without tensor arguments draws, or None if no argument is a shape."""
-    schema = compat.operator_schema(function)
+    schema = torch_compat.operator_schema(function)
     for index, argument in enumerate(schema.arguments):
         if argument.name == "size":
             return list(args[index] if index < len(args) else kwargs["size"])
@@ -90,7 +90,7 @@ def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator does not draw in this call, because of its dropout rate or because it is in evaluation mode."""
-    schema = compat.operator_schema(function)
+    schema = torch_compat.operator_schema(function)
     named = {argument.name: index for index, argument in enumerate(schema.arguments)}
     for name, idle in (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False)):
         if name not in named:
@@ -161,7 +161,7 @@ def _like(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: R
 
 def _of_shape(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
     """Draw a given shape: ``rand``, ``randn``, ``randint``, ``normal``."""
-    schema = compat.operator_schema(function)
+    schema = torch_compat.operator_schema(function)
     index = [argument.name for argument in schema.arguments].index("size")
     if index < len(args):
         shape = whole_shape(args[index], place, rows.total)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.core.inputs import is_array
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -339,7 +339,7 @@ class GlobalDraw:
 
     def _warn_of_unread_place(self) -> None:
         """Warn in a fit that was resumed inside an epoch by a strategy that does not restore samplers."""
-        trainer = compat.fitting_trainer()
+        trainer = lightning_compat.fitting_trainer()
         if trainer is None or not trainer.ckpt_path or process_groups.rank():
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, lightning_compat
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import InputError, expect
@@ -154,7 +154,7 @@ class _LoaderRows(NamedTuple):
 def current_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of the trainer's current stage, or of its last one."""
     if trainer.validating or trainer.sanity_checking or trainer.training:
-        found = compat.validation_loaders(trainer)
+        found = lightning_compat.validation_loaders(trainer)
     elif trainer.testing:
         found = trainer.test_dataloaders
     else:
@@ -284,7 +284,9 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
             size = batch_sampler.batch_size
             return [indices[start : start + size] for start in range(0, len(indices), size)]
         # other samplers only if a second draw is the same
-        inner = compat.wrapped_sampler(getattr(sampler, "dataset", None))  # Lightning's wrapper divides it by rank
+        inner = lightning_compat.wrapped_sampler(
+            getattr(sampler, "dataset", None)
+        )  # Lightning's wrapper divides it by rank
         if type(sampler if inner is None else inner) in (SequentialSampler, DistributedSampler):
             return list(batch_sampler)
     unknown = sampler if type(batch_sampler) is BatchSampler else batch_sampler

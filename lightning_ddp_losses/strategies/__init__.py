@@ -39,7 +39,7 @@ Differences from plain ``ddp``:
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import nearest_names, register_refusals, use_layer_sync
 from lightning_ddp_losses.strategies.fsdp_losses import ModelParallelLossStrategy
@@ -60,6 +60,6 @@ _OURS = (DDPLossStrategy, ModelParallelLossStrategy)
 for _strategy in _OURS:
     _strategy.register_strategies(StrategyRegistry)
 register_refusals([name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in _OURS], STRATEGY_REGISTRY)
-compat.explain_unknown_strategy(nearest_names)
+lightning_compat.explain_unknown_strategy(nearest_names)
 # instances may have the same options as names: both are tested
-compat.allow_precisions(ModelParallelLossStrategy, ("16-mixed", "64-true"))
+lightning_compat.allow_precisions(ModelParallelLossStrategy, ("16-mixed", "64-true"))

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import InputError, expect
@@ -64,7 +64,7 @@ class _Block(Tensor):
     (A ``DTensor`` would divide weight rows evenly. Ranks hold whole classes, so its ranges are wrong for a class with several rows.)
     """
 
-    __torch_function__ = compat.DISABLED_TORCH_FUNCTION
+    __torch_function__ = torch_compat.DISABLED_TORCH_FUNCTION
     part: Tensor
     shard: ClassShard
 

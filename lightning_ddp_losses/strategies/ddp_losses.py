@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup
@@ -221,7 +221,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         is_global = bool(self._losses.options.global_batch) or any(
             loss.sees_global_batch for loss in self._losses.found
         )
-        has_hook = compat.has_ddp_comm_hook(self)
+        has_hook = lightning_compat.has_ddp_comm_hook(self)
         return is_global and not has_hook and bool(self._ddp_kwargs.get("find_unused_parameters", False))
 
     # ------------------------------------------------------------------ steps
@@ -231,7 +231,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         frozen = self._frozen_names()
         # if the communication hook has a state, ``pre_backward`` raises the error and informs the peers
-        if frozen and compat.ddp_comm_state(self) is None:
+        if frozen and lightning_compat.ddp_comm_state(self) is None:
             self._leave_out_frozen(frozen)
 
     def _frozen_names(self) -> list[str]:
@@ -273,7 +273,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             frozen = self._frozen_names()
             if frozen:
                 with self._losses.raise_on_all_ranks("training_step"):
-                    ddp_setup.refuse_frozen(frozen, compat.ddp_comm_state(self))
+                    ddp_setup.refuse_frozen(frozen, lightning_compat.ddp_comm_state(self))
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:

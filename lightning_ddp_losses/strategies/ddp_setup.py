@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.core import compat, launch_variables
+from lightning_ddp_losses.core import launch_variables, lightning_compat, torch_compat
 from lightning_ddp_losses.core.precision import has_buffers
 from lightning_ddp_losses.distributed import process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -162,7 +162,7 @@ def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
     for loss in losses:
         if loss.owned:
             of_losses.update(f"{loss.name}.{name}" for name, _ in named_tensors(loss.module))
-    by_user = compat.ddp_ignored_names(module)
+    by_user = torch_compat.ddp_ignored_names(module)
     shards = {name for name, tensor in tensors.items() if shard_of(tensor) is not None}
     ignored = of_losses | by_user | shards
     reduced = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
@@ -176,7 +176,7 @@ def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
 def ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Let DDP be built inside the block without the tensors of these names."""
     marked = [tensor for name, tensor in named_tensors(module) if name in names]
-    with compat.ddp_ignoring(module, names, marked):
+    with torch_compat.ddp_ignoring(module, names, marked):
         yield
 
 
@@ -216,7 +216,7 @@ def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable
     def keep(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
         if bucket.index() == 0:
             waiting.clear()  # of a backward that failed
-            compat.call_after_backward(send)
+            torch_compat.call_after_backward(send)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         waiting.append((future, bucket.buffer()))
         return future
@@ -237,14 +237,14 @@ def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs
     if not dist.is_initialized() or not has_buffers(module, [loss.module for loss in owned]):
         return
     of_losses = tuple(f"{loss.name}." for loss in owned)
-    by_user = compat.ddp_ignored_names(module)
+    by_user = torch_compat.ddp_ignored_names(module)
     buffers = [
         buffer
         for name, buffer in module.named_buffers()
         if not name.startswith(of_losses) and name not in by_user and shard_of(buffer) is None
     ]
     if buffers:
-        compat.broadcast_as_ddp_does(buffers, ddp_kwargs.get("process_group"))
+        torch_compat.broadcast_as_ddp_does(buffers, ddp_kwargs.get("process_group"))
 
 
 def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str, Any]) -> None:
@@ -363,7 +363,7 @@ def refuse_notebook(launcher: Any, strategy_name: str) -> None:
     Raises:
         ConfigurationError: A launcher that starts the program again, in a notebook or an interactive interpreter.
     """
-    cannot_start = launcher is not None and not launcher.is_interactive_compatible and compat.is_interactive()
+    cannot_start = launcher is not None and not launcher.is_interactive_compatible and lightning_compat.is_interactive()
     expected = "a strategy that a notebook can start"
     fix = 'Use Trainer(strategy="ddp_losses_notebook"), or DDPLossStrategy(start_method="fork") with options. Or run a script.'
     if strategy_name != "ddp_losses":
@@ -377,7 +377,7 @@ def refuse_notebook(launcher: Any, strategy_name: str) -> None:
     )
 
 
-class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[misc]
+class WholeStateLauncher(lightning_compat.multiprocessing_launcher()):  # type: ignore[misc]
     """Launches ranks as processes of the main one (``spawn``, ``fork``, a notebook), and sends whole tensors back.
 
     After a fit the first rank of a node sends its module's ``state_dict`` to the main process of that node, which loads it. A sharded

@@ -36,7 +36,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, torch_compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.inputs import children_of, is_array, rebuild_nest, tensors_in
@@ -97,7 +97,7 @@ class UnevenEnds(FitPart):
             fix="Take the batch as an argument, or use strategy='ddp'.",
         )
         if process_groups.world_size() > 1:
-            self.undo.callback(compat.replace_training_source(self.fit.trainer, self._request_loader))
+            self.undo.callback(lightning_compat.replace_training_source(self.fit.trainer, self._request_loader))
 
     # ------------------------------------------------------------------ the loader
 
@@ -203,8 +203,10 @@ class JoinedEnds(FitPart):
     def before_step(self) -> None:
         """Refuse layers that would need rows, if some rank lacks rows in this step."""
         loop = self.fit.trainer.fit_loop
-        loader = compat.combined_loader(loop)
-        self.fit.lacks_rows = isinstance(loader, CommonEnds) and loader.lacks_rows[-1 - compat.prefetched_batches(loop)]
+        loader = lightning_compat.combined_loader(loop)
+        self.fit.lacks_rows = (
+            isinstance(loader, CommonEnds) and loader.lacks_rows[-1 - lightning_compat.prefetched_batches(loop)]
+        )
         if self.fit.lacks_rows:
             refuse_plain_norms(self.fit.module)
 
@@ -287,7 +289,7 @@ class CommonEnds(CombinedLoader):
 
     def _agree(self, lengths_by_rank: Sequence[Any], limits_by_rank: Sequence[Any]) -> None:
         """Let each loader be a stream with a common end. Lightning's modes combine those."""
-        iterator = compat.mode_iterator(self)
+        iterator = lightning_compat.mode_iterator(self)
         # 1. limits that are a fraction of a length differ as lengths do
         iterator.limits = [self.ends.common(limits) for limits in zip(*limits_by_rank, strict=True)]
         # 2. the streams, around the iterators that were made
@@ -541,9 +543,9 @@ def refuse_plain_norms(module: nn.Module) -> None:
     plain = []
     for name, layer in module.named_modules():
         is_synced = isinstance(layer, nn.SyncBatchNorm) or synchronises(layer)
-        is_batch_norm = isinstance(layer, compat.BATCH_NORM_TYPES)
+        is_batch_norm = isinstance(layer, torch_compat.BATCH_NORM_TYPES)
         uses_rows = is_batch_norm or getattr(layer, "track_running_stats", False)
-        if isinstance(layer, compat.NORM_TYPES) and layer.training and uses_rows and not is_synced:
+        if isinstance(layer, torch_compat.NORM_TYPES) and layer.training and uses_rows and not is_synced:
             plain.append(f"`{name}` ({type(layer).__name__})")
     fix = "Set Trainer(sync_batchnorm=True), or use uneven='stop'."
     expect(

@@ -29,7 +29,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, metrics_compat, torch_compat
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.ledger import read_sized, sized
@@ -54,7 +54,7 @@ class EvaluationEnds(FitPart):
     def setup(self) -> None:
         """Meet at the ends from now on."""
         if process_groups.world_size() > 1:
-            self.undo.callback(compat.around_evaluations(self.fit.trainer, self._begin, self._end))
+            self.undo.callback(lightning_compat.around_evaluations(self.fit.trainer, self._begin, self._end))
 
     @contextlib.contextmanager
     def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
@@ -107,7 +107,9 @@ class EvaluationLoaders(FitPart):
     def setup(self) -> None:
         """Keep Lightning's samplers out of evaluation loaders, before any loader is set up."""
         trainer = self.fit.trainer
-        self.undo.callback(compat.without_injected_sampler(trainer, lambda loader: _needs_no_sampler(trainer, loader)))
+        self.undo.callback(
+            lightning_compat.without_injected_sampler(trainer, lambda loader: _needs_no_sampler(trainer, loader))
+        )
 
     # ------------------------------------------------------------------ loaders
 
@@ -115,7 +117,7 @@ class EvaluationLoaders(FitPart):
         """Return an evaluation loader with this rank's rows, and any other loader unchanged. Errors are raised on every rank."""
         trainer = self.fit.trainer
         is_dealt = not trainer.training and process_groups.world_size() > 1
-        if not is_dealt or not compat.injects_distributed_sampler(trainer):
+        if not is_dealt or not lightning_compat.injects_distributed_sampler(trainer):
             return dataloader
         with self.fit.raise_on_all_ranks("evaluation loader"):
             return self._process(f"{_name(trainer)} loader", dataloader)
@@ -133,7 +135,7 @@ class EvaluationLoaders(FitPart):
             handshake.all_gather(what, {"sampler": "the user's own"})
             return dataloader
         # 1. the sampler, made from the sampler of one process
-        batches = compat.inner_batch_sampler(dataloader)
+        batches = torch_compat.inner_batch_sampler(dataloader)
         source, size, drop_last = dataloader.sampler, None, False
         if batches is not None:
             source, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
@@ -147,7 +149,7 @@ class EvaluationLoaders(FitPart):
         self._refuse_few_rows(sampler, what)
         # 3. a copy with this sampler. Workers, collate function and other options are unchanged
         own = copy.copy(dataloader)
-        compat.set_samplers_(own, sampler, None if batches is None else EvaluationBatches(sampler))
+        torch_compat.set_samplers_(own, sampler, None if batches is None else EvaluationBatches(sampler))
         return own
 
     def _refuse_few_rows(self, sampler: EvaluationSampler, what: str) -> None:
@@ -196,12 +198,12 @@ class EvaluationLoaders(FitPart):
         # DDP's broadcast of buffers, once in an evaluation, is in a batch that all ranks have
         ddp, step = strategy.wrapped_model, f"{_name(trainer)} step"
         broadcasts = ddp is not None and ddp.will_sync_module_buffers()
-        before = (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
+        before = (handshake.number_opened(), 0 if broadcasts else torch_compat.collectives_started())
         expected, grown, is_local = "as many batches on every rank", list[str](), False
         if not strategy.exchanges_in_forward:
             lengths = _list_lengths(trainer.lightning_module)
             yield
-            is_local = before == (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
+            is_local = before == (handshake.number_opened(), 0 if broadcasts else torch_compat.collectives_started())
             after = _list_lengths(trainer.lightning_module)
             grown = [name for name, length in after.items() if length > lengths.get(name, 0)]
         # 1. a metric that torchmetrics would gather item by item, from a different number of batches on each rank
@@ -249,7 +251,9 @@ def _list_lengths(module: Any) -> dict[str, int]:
     """Return the lengths of list states that torchmetrics gathers item by item, by path."""
     found = {}
     for path, metric in module.named_modules():
-        reductions = {} if getattr(metric, "gathers_lists_at_once", False) else compat.state_reductions(metric) or {}
+        reductions = (
+            {} if getattr(metric, "gathers_lists_at_once", False) else metrics_compat.state_reductions(metric) or {}
+        )
         for name, reduction in reductions.items():
             value = getattr(metric, name, None)
             if isinstance(value, list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
@@ -269,14 +273,14 @@ def _needs_no_sampler(trainer: pl.Trainer, loader: Any) -> bool:
     """Return whether a loader gets one of our samplers, or has one, so that Lightning adds none."""
     if trainer.training or not isinstance(loader, DataLoader):
         return False
-    return _is_served(loader) or isinstance(compat.inner_batch_sampler(loader), GlobalBatches)
+    return _is_served(loader) or isinstance(torch_compat.inner_batch_sampler(loader), GlobalBatches)
 
 
 def _is_served(loader: Any) -> bool:
     """Return whether a loader gets an ``EvaluationSampler``."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    batches = compat.inner_batch_sampler(loader)
+    batches = torch_compat.inner_batch_sampler(loader)
     if batches is not None and type(batches) is not BatchSampler:
         return False
     sampler = loader.sampler if batches is None else batches.sampler

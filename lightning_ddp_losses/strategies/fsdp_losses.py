@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.modules import ModuleContents, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
@@ -84,7 +84,7 @@ class _ShardedBackward(FitPart):
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        leaves = [output] if isinstance(output, Tensor) else compat.tree_leaves(output)
+        leaves = [output] if isinstance(output, Tensor) else torch_compat.tree_leaves(output)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: self.fit.exchange_calls())  # type: ignore[no-untyped-call]
@@ -399,7 +399,7 @@ def _refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
         )
         unknown = [name for name, p in loss.module.named_parameters() if not hasattr(p, _NAMES)]
         expect(
-            not unknown or compat.marks_sharded(),
+            not unknown or torch_compat.marks_sharded(),
             f"parameters of {loss.title}",
             expected="made before configure_model: this torch does not show which of them fully_shard divides elsewhere",
             got=f"{listed(unknown)} made inside it",
@@ -411,7 +411,7 @@ def _refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
     for name, parameter in tensors.items():
         names_before = vars(parameter).pop(_NAMES, ())
         is_divided = any(isinstance(tensors.get(other), DTensor) for other in names_before)
-        if not isinstance(parameter, DTensor) and (is_divided or compat.was_sharded(parameter)):
+        if not isinstance(parameter, DTensor) and (is_divided or torch_compat.was_sharded(parameter)):
             torn.append(name)
     expect(
         not torn,

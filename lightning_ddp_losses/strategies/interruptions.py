@@ -27,8 +27,8 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.compat import attached_trainer
+from lightning_ddp_losses.core import lightning_compat
+from lightning_ddp_losses.core.lightning_compat import attached_trainer
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -72,11 +72,11 @@ class Interruptions(FitPart):
         if not self.fit.options.check_calls or process_groups.world_size() == 1:
             return
         trainer = self.fit.trainer
-        compat.replace_sigterm_notice(trainer, self._note_sigterm)
-        self.undo.callback(compat.skip_sigterm_broadcast(trainer))
+        lightning_compat.replace_sigterm_notice(trainer, self._note_sigterm)
+        self.undo.callback(lightning_compat.skip_sigterm_broadcast(trainer))
         self.fit.strategy.attach_payload(self._sigterm.note, self._sigterm.judge, name="SIGTERM")
-        if compat.requeues_on_signal(trainer):
-            save = compat.replace_requeue_handler(trainer, self._requeue.set)
+        if lightning_compat.requeues_on_signal(trainer):
+            save = lightning_compat.replace_requeue_handler(trainer, self._requeue.set)
             self.fit.strategy.attach_payload(self._requeue.note, self._requeue.judge, name="signal to requeue")
             saver = LambdaCallback(on_train_batch_end=lambda *_: self._save_if_due(save))
             self._insert(len(trainer.callbacks), saver)  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ class Interruptions(FitPart):
         self._sigterm.set()
 
     def _end_after_this_step(self) -> None:
-        compat.mark_sigterm_(self.fit.trainer)
+        lightning_compat.mark_sigterm_(self.fit.trainer)
 
     def _save_after_this_batch(self) -> None:
         self._has_to_save = True

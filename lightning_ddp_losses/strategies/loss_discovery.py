@@ -12,7 +12,7 @@ import torchmetrics
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, uncompiled
+from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES, uncompiled
 from lightning_ddp_losses.core.transparent import all_modules, wrapped_module
 from lightning_ddp_losses.errors import ConfigurationError
 

@@ -36,8 +36,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
-from lightning_ddp_losses.core.compat import all_slots, is_any_autocast_on, uncompiled
 from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, eager_recursive, find_hidden
+from lightning_ddp_losses.core.torch_compat import all_slots, is_any_autocast_on, uncompiled
 from lightning_ddp_losses.core.transparent import all_modules
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.global_values import UpstreamGradRecorder

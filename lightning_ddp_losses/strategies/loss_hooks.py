@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from lightning_ddp_losses.core.compat import attached_trainer, unwrapped_optimizer
+from lightning_ddp_losses.core.lightning_compat import attached_trainer, unwrapped_optimizer
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.core.transparent import saved_names
 from lightning_ddp_losses.distributed import liveness, process_groups

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.core.compat import attached_trainer
+from lightning_ddp_losses.core.lightning_compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.global_values import recent_global_values, take_late_notes

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_ddp_losses.core.compat import tensor_version
 from lightning_ddp_losses.core.modules import ModuleContents
+from lightning_ddp_losses.core.torch_compat import tensor_version
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.global_values import gradient_reduction_of, reduced_by
 from lightning_ddp_losses.distributed.messages import Agreement

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.user_line import ProgramCall, callers, logged_value, users_line
 
@@ -33,8 +33,8 @@ def is_of_all_ranks(group: Any) -> bool:
 def meet_to_save() -> None:
     """Exchange a handshake in ``trainer.save_checkpoint``, except in a signal handler, which runs at a different place on each rank."""
     frames = [*callers(inspect.currentframe())]
-    is_saving = any(map(compat.is_saving_frame, frames))
-    if is_saving and not any(map(compat.is_signal_frame, frames)):
+    is_saving = any(map(lightning_compat.is_saving_frame, frames))
+    if is_saving and not any(map(lightning_compat.is_signal_frame, frames)):
         _meet_in("trainer.save_checkpoint")
 
 

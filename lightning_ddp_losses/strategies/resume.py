@@ -46,7 +46,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses.core import compat, random_state
+from lightning_ddp_losses.core import lightning_compat, random_state
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
@@ -95,7 +95,7 @@ class Resume(FitPart):
         def noting(request: Callable[[], Any]) -> Any:
             return as_combined(request(), NotingLoader, resume=self)
 
-        self.undo.callback(compat.replace_training_source(self.fit.trainer, noting))
+        self.undo.callback(lightning_compat.replace_training_source(self.fit.trainer, noting))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Set epoch and place of a training loader's global sampler, before Lightning makes an iterator.
@@ -138,7 +138,7 @@ class Resume(FitPart):
         Communication: one handshake, as long as the states, if ``together``.
         """
         trainer, strategy, is_fit = self.fit.trainer, self.fit.strategy, self.fit.is_fitting
-        combined = compat.combined_loader(trainer.fit_loop)
+        combined = lightning_compat.combined_loader(trainer.fit_loop)
         trained, at_end = TrainedBatches.of(trainer), iterator_follows(trainer)
         entries, own, names = dict[str, Any](), dict[str, Any](), list[str]()
         # 1. places of global samplers: the same on all ranks
@@ -164,7 +164,7 @@ class Resume(FitPart):
                 "world_size": process_groups.world_size(),
                 "seed": torch.initial_seed() >> 1 if strategy.run_seed is None else strategy.run_seed,
                 "iterator_follows": at_end,
-                "loaders_made_in": compat.loaders_made_in(trainer.fit_loop),
+                "loaders_made_in": lightning_compat.loaders_made_in(trainer.fit_loop),
                 "states": {
                     name: torch.stack([rank["random"][name] for rank in ranks]) for name in own.get("random", ())
                 },
@@ -259,7 +259,7 @@ class Resume(FitPart):
     def _restore_early_loaders(self) -> None:
         """Restore loaders that were made before the checkpoint was loaded, because ``estimated_stepping_batches`` asked for them."""
         fit_loop = self.fit.trainer.fit_loop
-        combined = compat.combined_loader(fit_loop)
+        combined = lightning_compat.combined_loader(fit_loop)
         draws = self._draws if self._places is not None and not self._num_placed else []
         for draw in draws:
             self._place(draw)
@@ -269,7 +269,7 @@ class Resume(FitPart):
             sampler.set_epoch(self._trained.epoch)
         has_states = isinstance(combined, NotingLoader) and combined.holders()
         if draws or late or (self._loaders is not None and has_states):
-            compat.make_iterator_anew(fit_loop)
+            lightning_compat.make_iterator_anew(fit_loop)
         self._loaders = None
 
     def _check_places(self) -> None:
@@ -297,7 +297,7 @@ class Resume(FitPart):
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
 
     def _loaders_of_fit(self) -> list[Any]:
-        combined = compat.combined_loader(self.fit.trainer.fit_loop)
+        combined = lightning_compat.combined_loader(self.fit.trainer.fit_loop)
         return [] if combined is None else list(combined.flattened)
 
     # ------------------------------------------------------------------ loaders with a state
@@ -363,16 +363,16 @@ class Resume(FitPart):
                 f"Random numbers (dropout, augmentation) are drawn anew, from the run's seed, step {trainer.global_step} and the rank: "
                 f"{reason}."
             )
-        made_in = compat.loaders_made_in(fit_loop)
-        is_made_by_lightning = compat.makes_loaders_anew(fit_loop)
-        compat.set_loaders_made_in_(fit_loop, saved.get("loaders_made_in", made_in))
+        made_in = lightning_compat.loaders_made_in(fit_loop)
+        is_made_by_lightning = lightning_compat.makes_loaders_anew(fit_loop)
+        lightning_compat.set_loaders_made_in_(fit_loop, saved.get("loaders_made_in", made_in))
         if not saved["iterator_follows"]:
             return
         self._make_iterator_anew()
-        if compat.makes_loaders_anew(fit_loop) and not is_made_by_lightning:
+        if lightning_compat.makes_loaders_anew(fit_loop) and not is_made_by_lightning:
             # an uninterrupted run makes one iterator with its loaders, and a second one for the epoch
             self._make_iterator_anew()
-            compat.set_loaders_made_in_(fit_loop, made_in)
+            lightning_compat.set_loaders_made_in_(fit_loop, made_in)
 
     def _make_iterator_anew(self) -> None:
         """Make the training iterator from the restored state, or draw the same seeds: an IterableDataset may not restart."""
@@ -382,7 +382,7 @@ class Resume(FitPart):
             # workers may have read the epoch to its end
             for draw in self._draws:
                 draw.go_back()
-            compat.make_iterator_anew(self.fit.trainer.fit_loop)
+            lightning_compat.make_iterator_anew(self.fit.trainer.fit_loop)
             return
         for loader in torchs:
             # torch draws this seed of the workers for each iterator
@@ -404,7 +404,7 @@ def _places_in(combined: Any, trained: TrainedBatches) -> list[Mapping[str, Any]
             continue
         # a shorter loader among several begins again while the longest continues
         epoch, batches = trained.epoch, trained.batches
-        if compat.cycles(combined):
+        if lightning_compat.cycles(combined):
             rounds, batches = divmod(batches, len(loader))
             epoch += rounds
         places.append(draw.state_at(epoch, min(batches, len(loader))))
@@ -457,7 +457,7 @@ class NotingLoader(CombinedLoader):
         return self
 
     def __len__(self) -> int:
-        if compat.mode_iterator(self) is None:  # read by Lightning after an error in __iter__
+        if lightning_compat.mode_iterator(self) is None:  # read by Lightning after an error in __iter__
             raise NotImplementedError("the length is not known before there is an iterator")
         return super().__len__()
 
@@ -544,7 +544,7 @@ def _refuse_part_of_epoch(combined: NotingLoader, saved: Mapping[str, Any]) -> N
     """Refuse to continue in the middle of an epoch if that is not possible."""
     states, holders, W = saved.get("states"), combined.holders(), process_groups.world_size()
     beyond_reach = [loader for loader in combined.flattened if _is_out_of_reach(loader)]
-    ends_together = len(combined.flattened) > 1 and compat.cycles(combined)
+    ends_together = len(combined.flattened) > 1 and lightning_compat.cycles(combined)
     got: object
     # 1. data sets with their state in the workers
     if beyond_reach:

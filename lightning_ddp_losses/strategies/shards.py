@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, local_part, shard_of, tags_kept
 from lightning_ddp_losses.errors import InputError, RankMismatchError, expect
@@ -120,7 +120,7 @@ class Shards(FitPart):
             self._install_clipping(strategy.precision_plugin)
             scaler = getattr(strategy.precision_plugin, "scaler", None)
             if scaler is not None:
-                self.undo.callback(compat.replace_unscaling(scaler, unscale_parts))
+                self.undo.callback(lightning_compat.replace_unscaling(scaler, unscale_parts))
 
     def setup_new_shards(self) -> None:
         """Divide and install once more, after losses were registered in the middle of set-up."""
@@ -218,14 +218,14 @@ class Shards(FitPart):
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         square = torch.zeros(1, device=device, dtype=dtype)
         for copies, found in by_copies.items():
-            norms = torch.stack([norm.to(device) for norm in compat.norms(found, dtype)])
+            norms = torch.stack([norm.to(device) for norm in torch_compat.norms(found, dtype)])
             square += norms.square().sum() / copies
         # 3. the norm of the whole, to which each rank adds its share of what several hold
         norm = raw_collectives.sum_over_ranks(square, None)[0].sqrt()
         # 4. scale with torch's formula
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for place in {grad.device for grad in grads}:
-            compat.multiply_([grad for grad in grads if grad.device == place], factor.to(place))
+            torch_compat.multiply_([grad for grad in grads if grad.device == place], factor.to(place))
         return norm
 
     def _copies(self, parameter: nn.Parameter) -> int:

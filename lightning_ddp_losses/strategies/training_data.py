@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils import data
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import process_groups
@@ -54,7 +54,7 @@ class GivenLoaders(FitPart):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Inspect a loader. It is not changed."""
-        text = describe_reshuffle(dataloader, injecting=compat.injects_distributed_sampler(self.fit.trainer))
+        text = describe_reshuffle(dataloader, injecting=lightning_compat.injects_distributed_sampler(self.fit.trainer))
         if text is not None:
             rank_zero_warn(text)
         refuse_other_batches(dataloader)
@@ -63,7 +63,7 @@ class GivenLoaders(FitPart):
 
 def foreign_loader(trainer: pl.Trainer) -> str:
     """Return the class of the first training loader that is not a DataLoader, else an empty text. Lightning leaves it undivided."""
-    combined = compat.combined_loader(trainer.fit_loop)
+    combined = lightning_compat.combined_loader(trainer.fit_loop)
     loaders = [] if combined is None else combined.flattened
     return next((type(loader).__name__ for loader in loaders if not isinstance(loader, data.DataLoader)), "")
 
@@ -81,7 +81,7 @@ def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
     held = getattr(batch_sampler, "__dict__", {}).values()
     # a custom sampler in Lightning's wrapper, or a custom batch sampler around Lightning's sampler
     if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
-        inner = compat.wrapped_sampler(sampler.dataset)
+        inner = lightning_compat.wrapped_sampler(sampler.dataset)
         name = type(sampler if inner is None else inner).__name__
         arguments, got = f"{name}(...), global_batch_size", "shuffled over all its batches"
     elif not injecting or batch_sampler is None or type(batch_sampler) is data.BatchSampler:
@@ -147,7 +147,7 @@ class GlobalSamplers(FitPart):
     def setup_environment(self) -> None:
         """See the training loaders of a fit before Lightning does."""
         if self.fit.is_fitting:
-            self.undo.callback(compat.replace_training_loaders(self.fit.trainer, self._replacement))
+            self.undo.callback(lightning_compat.replace_training_loaders(self.fit.trainer, self._replacement))
 
     def _replacement(self, dataloader: object) -> object | None:
         """Return the loader with our batches. None if the user chose them.
@@ -165,7 +165,7 @@ class GlobalSamplers(FitPart):
         if not self._has_logged:
             self._has_logged = True
             _log(loader, batches)
-        twin: object = compat.with_batch_sampler(loader, batches)
+        twin: object = lightning_compat.with_batch_sampler(loader, batches)
         return twin
 
 
@@ -221,7 +221,7 @@ def _checked(trainer: pl.Trainer, dataloader: object) -> data.DataLoader[Any]:
     elif dataloader.batch_size is None:
         what, expected, got = f"DataLoader under {_TITLE}", "a batch_size", "batch_size=None"
         fix = "Give the rows of one rank."
-    elif not compat.injects_distributed_sampler(trainer):
+    elif not lightning_compat.injects_distributed_sampler(trainer):
         what, expected = _TITLE, "a Trainer that gives loaders a sampler"
         got, fix = "Trainer(use_distributed_sampler=False)", "Leave one of the two options out."
     else:
@@ -351,7 +351,7 @@ class TrainingRows(FitPart):
         if batch_idx == 0:
             self._data.begin()
         if self._data.is_looking:
-            self._data.see(compat.combined_loader(self.fit.trainer.fit_loop).flattened, batch)
+            self._data.see(lightning_compat.combined_loader(self.fit.trainer.fit_loop).flattened, batch)
 
 
 def _is_iterable(loader: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat, torch_compat
 from lightning_ddp_losses.distributed.window_terms import Counts, add_counts
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.strategies.fit_part import Fit
@@ -49,8 +49,8 @@ class _Batch(NamedTuple):
 
 
 def _versions(fetched: Any) -> list[int]:
-    tensors = [leaf for leaf in compat.tree_leaves(fetched) if isinstance(leaf, Tensor)]
-    return [compat.tensor_version(tensor) for tensor in tensors if not tensor.is_inference()]
+    tensors = [leaf for leaf in torch_compat.tree_leaves(fetched) if isinstance(leaf, Tensor)]
+    return [torch_compat.tensor_version(tensor) for tensor in tensors if not tensor.is_inference()]
 
 
 class WindowLoader(CombinedLoader):
@@ -127,7 +127,7 @@ class WindowLoader(CombinedLoader):
         Communication: only the communication of reading the batches.
         """
         # 1. the batch that is trained on, and one that Lightning has fetched ahead. Its hooks may have written to them
-        number = 1 + compat.prefetched_batches(self.fit.trainer.fit_loop)
+        number = 1 + lightning_compat.prefetched_batches(self.fit.trainer.fit_loop)
         handed_over = list(self._handed_over)[-number:]
         handed_over = [batch._replace(versions=_versions(batch.fetched)) for batch in handed_over]
         # 2. the remaining batches of the window

@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
 from lightning_ddp_losses.distributed.window_end import Note, refuse_failures
 from lightning_ddp_losses.distributed.window_parts import SLOPES, WindowCall
@@ -59,7 +59,7 @@ class LightningWindows(FitPart):
         def reading_ahead(request: Callable[[], Any]) -> Any:
             return as_combined(request(), WindowLoader, fit=self.fit)
 
-        self.undo.callback(compat.replace_training_source(self.fit.trainer, reading_ahead))
+        self.undo.callback(lightning_compat.replace_training_source(self.fit.trainer, reading_ahead))
 
     def on_train_start(self) -> None:
         """Let the notes of windows travel in each call check."""
@@ -106,7 +106,7 @@ class LightningWindows(FitPart):
     def _count_ahead(self, window: AccumulationWindow, batches: int) -> None:
         """Give a window the counts of all its batches, if the module counts in them. Communication: one handshake, and reading batches."""
         trainer = self.fit.trainer
-        loader = compat.combined_loader(trainer.fit_loop)
+        loader = lightning_compat.combined_loader(trainer.fit_loop)
         if isinstance(loader, WindowLoader):
             left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
             counts, number = loader.counts_of_window(min(batches, left))

@@ -15,7 +15,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.callbacks.harness import Subject
@@ -107,7 +107,7 @@ def test_a_connection_that_breaks_in_a_loss_is_the_failure_behind_it(pool: RankP
 class Stands(Subject):  # the last rank stands still in its second batch until the first has said so
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         if self.odd and index == 1:
-            store = compat.default_store()
+            store = torch_compat.default_store()
             assert store is not None
             store.wait(["reported"], timedelta(seconds=100))
         return super().objective(features, labels, index)
@@ -120,7 +120,7 @@ def stall() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
             if "rank 1: training_step of step 1" in said[-1]:
-                store = compat.default_store()
+                store = torch_compat.default_store()
                 assert store is not None
                 store.set("reported", "yes")
 

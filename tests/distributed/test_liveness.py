@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from lightning_ddp_losses import PeerError
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.liveness import ProcessInfo, Watch, World
 
@@ -202,7 +202,7 @@ def test_a_watch_leaves_the_file_of_a_living_world(
     """Torch counts in the file who uses it. What a forked process drops is counted once more, and the last one removes the file."""
     file = tmp_path / "world"
     store = wrap(FileStore(str(file), 1))
-    monkeypatch.setattr(compat, "default_store", lambda: store)
+    monkeypatch.setattr(torch_compat, "default_store", lambda: store)
     dropped = [liveness._own_store(0)]
     assert dropped[0] is not None
     dropped.append(dropped)  # garbage that waits for a collection

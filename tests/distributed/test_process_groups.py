@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups, rendezvous
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
@@ -286,7 +286,7 @@ class OnlyNccl:
 
 
 def test_the_time_out_of_a_group_of_nccl_alone_is_known() -> None:
-    assert compat.group_timeout(OnlyNccl()) == timedelta(seconds=77)
+    assert torch_compat.group_timeout(OnlyNccl()) == timedelta(seconds=77)
 
 
 def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
@@ -302,7 +302,7 @@ def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
         patch.setattr(dist, "new_group", recorded)
         patch.setattr(dist, "get_backend", lambda group=None: "nccl")
         patch.setattr(rendezvous, "nccl_device", lambda backend, device: devices[device.index])
-        patch.setattr(compat, "group_timeout", lambda group: timedelta(seconds=33))
+        patch.setattr(torch_compat, "group_timeout", lambda group: timedelta(seconds=33))
         ours = process_groups.internal_groups()
         # the current device is the same on all ranks: a script may name devices and set none
         on_device: Any = SimpleNamespace(device=torch.device("cuda", dist.get_rank()))

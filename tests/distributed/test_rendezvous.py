@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import process_groups, rendezvous
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.rendezvous import hold_roll_call
@@ -151,7 +151,7 @@ def test_under_an_agent_our_groups_have_keys_of_their_own(agent: bool) -> None:
     ranks, new_group = range(dist.get_world_size()), dist.new_group
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        store = compat.default_store()
+        store = torch_compat.default_store()
         store.set(f"group of rank {dist.get_rank()}", "")
         store.wait([f"group of rank {rank}" for rank in ranks])
         return new_group(*args, **kwargs)
@@ -164,7 +164,7 @@ def test_under_an_agent_our_groups_have_keys_of_their_own(agent: bool) -> None:
     finally:
         dist.new_group = new_group
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    assert bool(compat.default_store().check([f"group of rank {dist.get_rank()}"])) == (not agent)
+    assert bool(torch_compat.default_store().check([f"group of rank {dist.get_rank()}"])) == (not agent)
 
 
 # ---------------------------------------------------------------------- the roll call of a new world

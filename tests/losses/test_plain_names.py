@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.core.compat import uncompiled
+from lightning_ddp_losses.core.torch_compat import uncompiled
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss as Wrapper
 

@@ -21,7 +21,7 @@ from lightning_ddp_losses import (
     global_randomness,
     microbatched,
 )
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness import shared_draws, with_rows, without_rows
 from tests.each_rank import each_rank
 from tests.randomness.models import CASES, MIXUP, SHARED, batches, loss_of, make, one_process
@@ -97,7 +97,7 @@ def test_weights_are_those_of_one_process(world_size: int, split: str) -> None:
 def test_a_world_of_one_enters_no_mode() -> None:
     x = torch.ones(3, 2)
     with global_randomness(rows=x), shared_draws():
-        assert not compat.is_in_dispatch_mode()
+        assert not torch_compat.is_in_dispatch_mode()
         assert type(x.shape[0]) is int
     with pytest.raises(InputError, match="global_randomness: rows"), global_randomness(rows=3):
         pass
@@ -114,7 +114,7 @@ def test_after_the_block_generators_are_where_those_of_one_process_are() -> None
     with global_randomness(rows=own):
         F.dropout(own, 0.5)  # rank 0 draws nothing
     assert torch.equal(torch.rand(3), expected)
-    assert not compat.is_in_dispatch_mode()
+    assert not torch_compat.is_in_dispatch_mode()
 
 
 # ---------------------------------------------------------------------- draws that differ

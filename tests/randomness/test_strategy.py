@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, ModelParallelLossStrategy
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
@@ -130,7 +130,7 @@ def fit(
     trainer = make_trainer(made, max_epochs=EPOCHS, callbacks=callbacks, accumulate_grad_batches=window)
     with contextlib.suppress(Killed):
         trainer.fit(module, ckpt_path=load)
-    assert not compat.is_in_dispatch_mode()
+    assert not torch_compat.is_in_dispatch_mode()
     weights = {}
     for key, value in module.state_dict().items():
         weights[key] = value.full_tensor() if isinstance(value, DTensor) else value
@@ -219,7 +219,7 @@ def _refused(kind: type[Module], text: str) -> None:
     trainer = make_trainer(DDPLossStrategy(randomness="global"))
     with pytest.raises(ConfigurationError, match=text):
         trainer.fit(kind("mc dropout"))
-    assert not compat.is_in_dispatch_mode()
+    assert not torch_compat.is_in_dispatch_mode()
 
 
 def test_the_option() -> None:

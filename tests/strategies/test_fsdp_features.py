@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
@@ -400,7 +400,7 @@ def test_a_compiled_model(pool: RankPool) -> None:
 
 def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) -> dict[str, Tensor]:
     never = mock.Mock(return_value=False)
-    with mock.patch.multiple(compat, marks_sharded=never, was_sharded=never):
+    with mock.patch.multiple(torch_compat, marks_sharded=never, was_sharded=never):
         return fit_sharded_model("three", "adamw", prepare=prepare)
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy, samplers
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
@@ -271,7 +271,7 @@ KEPT = {
 def test_all_else_of_a_loader_is_kept() -> None:
     batches = GlobalBatchSampler.shuffled(ROWS, G, seed=1)
     loader = Counted(rows(), batch_size=G, shuffle=True, **KEPT)
-    twin = compat.with_batch_sampler(loader, batches)
+    twin = lightning_compat.with_batch_sampler(loader, batches)
     assert type(twin) is Counted
     for name, value in KEPT.items():
         found = getattr(twin, name)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.cli import doctor
-from lightning_ddp_losses.core import compat, random_state
+from lightning_ddp_losses.core import random_state, torch_compat
 from lightning_ddp_losses.distributed import raw_collectives, rendezvous
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.testing import RankPool
@@ -47,18 +47,18 @@ HIDDEN: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "reduce_scatter_single": (raw_collectives, "_reduce_scatter_into", lambda: dist.reduce_scatter_tensor),
     "sched_yield": (raw_collectives, "_give_way", lambda: sleep_nothing),
     "hooks on saved tensors": (
-        compat,
+        torch_compat,
         "torch",
         lambda: Without(torch, "_C._autograd._top_saved_tensors_default_hooks"),
     ),
-    "futures of works": (compat, "torch", lambda: Without(torch, "_C._distributed_c10d.Work")),
-    "the default store": (compat, "dist", lambda: Without(dist, "distributed_c10d._get_default_store")),
-    "a group's time-out": (compat, "group_timeout", lambda: unknown_timeout),
+    "futures of works": (torch_compat, "torch", lambda: Without(torch, "_C._distributed_c10d.Work")),
+    "the default store": (torch_compat, "dist", lambda: Without(dist, "distributed_c10d._get_default_store")),
+    "a group's time-out": (torch_compat, "group_timeout", lambda: unknown_timeout),
 }
 
 
 def unknown_timeout(group: Any) -> None:
-    """What `compat.group_timeout` returns where torch does not show it."""
+    """What `torch_compat.group_timeout` returns where torch does not show it."""
 
 
 class Pairs(Job):
@@ -95,11 +95,11 @@ def test_training_without_a_feature_is_one_process(pool: RankPool, feature: str)
 
 
 def test_what_is_not_shown_has_a_value_that_is_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.group_timeout(object()) is None
-    assert compat.collectives_started() == 0
-    assert compat.default_store() is None  # there is no group here
-    monkeypatch.setattr(compat, "torch", Without(torch, "_C._autograd._top_saved_tensors_default_hooks"))
-    assert compat.has_saved_tensor_hooks(), "there may be some"
+    assert torch_compat.group_timeout(object()) is None
+    assert torch_compat.collectives_started() == 0
+    assert torch_compat.default_store() is None  # there is no group here
+    monkeypatch.setattr(torch_compat, "torch", Without(torch, "_C._autograd._top_saved_tensors_default_hooks"))
+    assert torch_compat.has_saved_tensor_hooks(), "there may be some"
 
 
 class Accelerator:
@@ -112,7 +112,7 @@ def test_accelerators_of_which_torch_tells_little(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert compat.device_generators("cuda") == ()
+    assert torch_compat.device_generators("cuda") == ()
     assert rendezvous.device_identity(device).endswith(" cuda:0")
     assert random_state.devices_in_use() == [device, torch.device("cuda", 1)]
     assert ("accelerators", "2 (cuda)", False) in list(doctor.machine())

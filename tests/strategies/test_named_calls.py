@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
@@ -233,7 +233,7 @@ class Reported(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
         if "trainer.save_checkpoint" in self.said[-1]:
-            store = compat.default_store()
+            store = torch_compat.default_store()
             assert store is not None
             store.set("reported", "yes")
 
@@ -251,7 +251,7 @@ class SavesAlone(Callback):
 
 
 def wait_for_report() -> None:
-    store = compat.default_store()
+    store = torch_compat.default_store()
     assert store is not None
     store.wait(["reported"])
 

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_ddp_losses.callbacks.facts.fact import Columns
 from lightning_ddp_losses.callbacks.findings import CheckStage
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.user_line import users_line
 
@@ -74,15 +74,15 @@ class EpochEnds:
         """Observe both loops, and the hooks of all callbacks and of the module."""
         loops = {
             CheckStage.TRAIN_LOGGED: self._trainer.fit_loop.epoch_loop,
-            CheckStage.VALIDATION_LOGGED: compat.validation_loop(self._trainer),
+            CheckStage.VALIDATION_LOGGED: lightning_compat.validation_loop(self._trainer),
         }
         for stage, loop in loops.items():
-            end = EpochEnd(compat.logged_results(loop), partial(self._run_stage, stage), self.lines)
+            end = EpochEnd(lightning_compat.logged_results(loop), partial(self._run_stage, stage), self.lines)
             self.ends[stage] = end
             self._undo.append(end.remove)
-        self._undo.append(compat.before_training_epoch_end(self._trainer, self._judge_training))
+        self._undo.append(lightning_compat.before_training_epoch_end(self._trainer, self._judge_training))
         # called after an evaluation of several loaders in turn. The values of a single loader are reduced earlier
-        self._undo.append(compat.before_evaluation_epoch_end(self._trainer, self._judge_evaluation))
+        self._undo.append(lightning_compat.before_evaluation_epoch_end(self._trainer, self._judge_evaluation))
         for hook, stage in _LOGGED_IN.items():
             end = self.ends[stage]
             for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
@@ -108,8 +108,8 @@ class EpochEnds:
 
     def start_evaluation(self) -> None:
         """Schedule the judgement of this evaluation before its values are reduced."""
-        loop = compat.validation_loop(self._trainer)
-        self._undo_evaluation = compat.before_epoch_values(loop, self._judge_evaluation)
+        loop = lightning_compat.validation_loop(self._trainer)
+        self._undo_evaluation = lightning_compat.before_epoch_values(loop, self._judge_evaluation)
 
     def _judge_evaluation(self) -> None:
         """Judge metrics and names of logged values once, before they are computed and reduced."""
@@ -141,8 +141,8 @@ class EpochEnd:
         self.is_last = False
         self._common: set[str] = set()  # names that are pending on all ranks
         self._is_over = False
-        undo_reading = compat.before_reading_epoch(results, self.hook_end)
-        undo_log = compat.after_new_log(results, self._note_line)
+        undo_reading = lightning_compat.before_reading_epoch(results, self.hook_end)
+        undo_log = lightning_compat.after_new_log(results, self._note_line)
         self._undo = [undo_reading, undo_log]
 
     def remove(self) -> None:
@@ -204,13 +204,13 @@ class EpochEnd:
         self._is_over = all(columns["is_last"]) and len(set(names)) == 1
 
     def _find_waiting(self) -> None:
-        unread = compat.unread_epoch_values(self._results)
+        unread = lightning_compat.unread_epoch_values(self._results)
         self.waiting = {name_of_log(key, value): value for key, value in unread.items() if needs_all_ranks(value)}
         self._common = set(self.waiting)
 
     def _reduce(self) -> None:
         for name in sorted(self._common):
-            compat.reduce_epoch_value(self._results, self.waiting[name])
+            lightning_compat.reduce_epoch_value(self._results, self.waiting[name])
 
 
 class HookEnd:

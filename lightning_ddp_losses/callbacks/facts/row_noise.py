@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.facts.fact import Columns
 from lightning_ddp_losses.callbacks.facts.rules import draw_same
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.randomness.notes import arguments_by_name, users_line
 from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
@@ -32,7 +32,7 @@ def state_of_draws() -> int:
     return hash_text(repr(torch_states(device_of_draws()).tolist()))
 
 
-class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RowNoise(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks for the first draw of one batch with a row for each sample. Drawn from torch's own generators, and not as one process.
 
     It looks in the first batch after all ranks have drawn the same numbers for two steps. In all other runs it costs nothing.
@@ -72,13 +72,13 @@ class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end(self, *, must_leave: bool = False) -> None:
         """Look no further. A mode that was entered later has to leave first, unless all of them leave now."""
         self._is_over = self._rows > 0
-        if self._is_entered and (must_leave or compat.is_innermost(self)):
+        if self._is_entered and (must_leave or torch_compat.is_innermost(self)):
             self._is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator. Note it if it is the draw that is looked for."""
-        if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
+        if torch_compat.reads_scalar(func) and not isinstance(args[0], Tensor):
             return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
         kwargs = kwargs or {}
         state = self._state_before(func, args, kwargs)
@@ -92,7 +92,7 @@ class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_over or self.content or self.error is not None:
             return 0
         try:
-            name = compat.operator_schema(func).name
+            name = torch_compat.operator_schema(func).name
             is_own = name in _DRAWS and arguments_by_name(func, args, kwargs).get("generator") is None
             return state_of_draws() if is_own and active_step() is None else 0
         except Exception as error:  # in the middle of the user's draw: run it, and let the check fail later
@@ -108,7 +108,7 @@ class RowNoise(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = tuple(result.shape[1:])
         if shape and math.prod(shape) == 1:  # drops rows
             return
-        operator = compat.operator_schema(func).name.removeprefix("aten::")
+        operator = torch_compat.operator_schema(func).name.removeprefix("aten::")
         sizes = ", ".join(map(str, ["rows", *shape]))
         self.content = hash_text(f"{state} {operator} {shape} {result.dtype}")
         self.text = f"`{operator}` of ({sizes}) in {users_line()}"

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import host_bytes, tensor_of_bytes
@@ -103,7 +103,7 @@ class UnsentSums:
         self.values: list[Any] = []
         self.number_of_values = 0
         self.in_backward: list[Any] = []
-        self.first_node = compat.next_node()
+        self.first_node = torch_compat.next_node()
 
 
 class RowsCall:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.rows.call import SHARED_OR_NOT, line_of_loss
 from lightning_ddp_losses.distributed.rows.maps import cut, share
 from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
@@ -313,7 +313,7 @@ is_distributed is_tensor result_type"""
 
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a property that is determined by the global shape."""
-    with compat.without_torch_function():
+    with torch_compat.without_torch_function():
         return func(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.raw_collectives import (
     all_gather_rows,
@@ -40,7 +40,7 @@ def share(call: RowsCall, plain: Tensor, operator: str) -> Tensor:
         return shared_now(plain, place)
     later = LaterSum(place)
     awaited: Tensor = _Await.apply(plain, later)  # type: ignore[no-untyped-call]
-    compat.number_node_(awaited, call.waiting.first_node)
+    torch_compat.number_node_(awaited, call.waiting.first_node)
     return _Share.apply(awaited, place, later)  # type: ignore[no-any-return, no-untyped-call]
 
 

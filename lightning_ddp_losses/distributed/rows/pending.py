@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import precision, torch_compat
 from lightning_ddp_losses.distributed.rows.call import Place, RowsCall, is_in_custom_function, line_of_loss
 from lightning_ddp_losses.distributed.rows.deferred import (
     DEFERRED,
@@ -64,7 +64,7 @@ class PendingValue(Tensor):
     @staticmethod
     def __new__(cls, call: RowsCall, form: Tensor, device: torch.device, *, needs_grad: bool) -> PendingValue:
         """Create a value without memory, and append it to the pending values of the call."""
-        made: PendingValue = compat.without_memory(cls, form.shape, form.dtype, device)
+        made: PendingValue = torch_compat.without_memory(cls, form.shape, form.dtype, device)
         made._call, made._form, made._device, made._needs_grad = call, form, device, needs_grad
         made._number = call.waiting.number_of_values
         made._part = made._place = made._operation = made._value = made._plain = None
@@ -101,7 +101,7 @@ class PendingValue(Tensor):
         """Defer an operator, or call it with values."""
         kwargs = kwargs or {}
         if func in FACTS:
-            with compat.without_torch_function():
+            with torch_compat.without_torch_function():
                 return func(*args, **kwargs)
         if func in DEFERRED and len(types) == 1:
             made = _deferred(func, args, kwargs)
@@ -117,7 +117,7 @@ class PendingValue(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Call a kernel with values. It was not called as a function of torch, and autograd has already recorded it."""
         values, by_name = mapped(_value_of, (args, kwargs or {}))
-        if not compat.is_write(func):
+        if not torch_compat.is_write(func):
             return func(*values, **by_name)
         if any(type(each) is PendingValue and each._needs_grad for each in tensors_in((args, kwargs))):
             raise InputError(
@@ -238,7 +238,7 @@ def _can_wait(func: Any, given: list[PendingValue]) -> bool:
     # the result of a custom autograd.Function gets its graph from that function
     if not torch.is_grad_enabled() and (call.has_grad_mode or is_in_custom_function()):
         return False
-    return not (compat.are_saved_tensors_hooked() or compat.is_any_autocast_on())
+    return not (torch_compat.are_saved_tensors_hooked() or torch_compat.is_any_autocast_on())
 
 
 def _form_of_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -382,7 +382,7 @@ class _Exchange:
         for each, value in zip(self.sums, self._shared.values(payloads), strict=True):
             each._value = value
         with contextlib.ExitStack() as stack:
-            if compat.are_saved_tensors_hooked():
+            if torch_compat.are_saved_tensors_hooked():
                 # a checkpoint counts the tensors that its region saves
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             stack.enter_context(precision.without_autocast({each._device.type for each in self._waiting}))

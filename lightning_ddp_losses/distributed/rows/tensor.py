@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.distributed.rows.call import (
     RowsCall,
     is_in_custom_function,
@@ -58,7 +58,7 @@ class Rule(NamedTuple):
 RULES: dict[Any, Rule] = {}
 """Rules by operator, which is a function or method of torch as passed to ``__torch_function__``. Operators without a rule gather."""
 
-_OWNERS = (torch, Tensor, nn.functional, torch.special, torch.linalg, *compat.compiled_modules())
+_OWNERS = (torch, Tensor, nn.functional, torch.special, torch.linalg, *torch_compat.compiled_modules())
 
 
 def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -97,7 +97,7 @@ class GlobalRows(Tensor):
         """Create a tensor with the global shape and without memory."""
         shape = list(local.shape)
         shape[dim] = sum(counts)
-        rows: GlobalRows = compat.without_memory(cls, shape, local.dtype, local.device)
+        rows: GlobalRows = torch_compat.without_memory(cls, shape, local.dtype, local.device)
         rows._local = local
         rows._counts = counts
         rows._dim = dim
@@ -223,10 +223,10 @@ def _on_all_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for key, (_, whole) in found.items():
         if whole._version != versions[key]:
             raise write_error(operator)
-    memory = {compat.memory_key(whole): rows for rows, whole in found.values()}
+    memory = {torch_compat.memory_key(whole): rows for rows, whole in found.values()}
     for tensor in tensors_in(result):
-        if tensor.layout == torch.strided and compat.memory_key(tensor) in memory:
-            rows = memory[compat.memory_key(tensor)]
+        if tensor.layout == torch.strided and torch_compat.memory_key(tensor) in memory:
+            rows = memory[torch_compat.memory_key(tensor)]
             rows._call.watch(tensor, operator)
             rows._call.watch_rows(rows._local, operator)
     return result
@@ -266,7 +266,7 @@ def _refuse_place(func: Any, types: Any) -> None:
     """Reject an operator in a context in which its gradient or its exchange would be lost."""
     if inputs.is_capturing():
         raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
-    if compat.is_in_transform():
+    if torch_compat.is_in_transform():
         raise _transform_error(name_of(func), "a transform (torch.func, vmap)")
     others = [
         each for each in types if each is not GlobalRows and not issubclass(each, nn.Parameter) and each is not Tensor
@@ -279,7 +279,7 @@ def _refuse_place(func: Any, types: Any) -> None:
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)
-    elif compat.are_saved_tensors_hooked() and number_of_checkpoints() > 1:
+    elif torch_compat.are_saved_tensors_hooked() and number_of_checkpoints() > 1:
         raise ConfigurationError(
             f"{name_of(func)} on rows of all ranks",
             expected="one checkpoint around it",
@@ -317,7 +317,7 @@ def _refuse_lost_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _refuse_after_the_call(func: Any) -> None:
     """Reject rows that were stored by an earlier call, except during backward, where a checkpoint recomputes."""
-    if compat.graph_task_id() != -1:
+    if torch_compat.graph_task_id() != -1:
         return
     raise InputError(
         f"{name_of(func)} on rows of all ranks",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.function_loss import as_module
 from lightning_ddp_losses.core.inputs import children_of, leaves, rebuild_nest
@@ -342,7 +342,7 @@ def _states_of_rows(loss: Any, trace: Trace) -> Iterator[Reason]:
         return
     for path, module in loss.named_modules():
         for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
-            if any(_follows_from_rows(each, trace) for each in compat.tree_leaves(value)):
+            if any(_follows_from_rows(each, trace) for each in torch_compat.tree_leaves(value)):
                 place = f"{path}.{name}" if path else name
                 yield Reason(
                     "", 0, "", place, "an attribute that the loss sets, and that follows from the rows of one rank"

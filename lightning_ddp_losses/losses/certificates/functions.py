@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.losses.certificates.certificate import Reason
 from lightning_ddp_losses.losses.certificates.kinds import Broken, Constant, Kind, Rows, Scale, Sum
 from lightning_ddp_losses.losses.certificates.lines import Blame
@@ -42,7 +42,7 @@ class Ruled(NamedTuple):
 def _class_loss(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Ruled:
     """Run ``cross_entropy`` or ``nll_loss`` with ``reduction="mean"``."""
     kind = _kind_of_elements(known, function, given, blame)
-    with compat.without_dispatch_modes():
+    with torch_compat.without_dispatch_modes():
         value = function(**given)
         has_ignored = bool((given["target"] == given["ignore_index"]).any())
     # classes as probabilities: all rows count
@@ -64,7 +64,7 @@ def _class_loss(known: KnownTensors, function: Any, given: dict[str, Any], blame
 def _kl_div(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Ruled:
     """Run ``kl_div`` with ``reduction="batchmean"``."""
     kind = _kind_of_elements(known, function, given, blame)
-    with compat.without_dispatch_modes():
+    with torch_compat.without_dispatch_modes():
         value = function(**given)
     return Ruled(value, kind)
 
@@ -86,7 +86,7 @@ def _kind_of_elements(known: KnownTensors, function: Any, given: dict[str, Any],
 def _one_hot(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Ruled:
     """Run ``one_hot``."""
     kind = known.kind(given["self"], blame)
-    with compat.without_dispatch_modes():
+    with torch_compat.without_dispatch_modes():
         value = function(*given.values())
     if isinstance(kind, Rows):
         if given["num_classes"] == -1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.losses.certificates.kinds import CONSTANT, Broken, Constant, Kind
 from lightning_ddp_losses.losses.certificates.lines import Blame
 
@@ -84,5 +84,5 @@ class KnownTensors:
 
 
 def _memory_of(tensor: Tensor) -> int | None:
-    reference = compat.memory_reference(tensor)
+    reference = torch_compat.memory_reference(tensor)
     return None if reference is None else int(reference.cdata)

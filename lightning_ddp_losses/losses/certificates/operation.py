@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.losses.certificates.kinds import Broken, Constant, Kind, Rows
 from lightning_ddp_losses.losses.certificates.lines import Blame
 
@@ -43,7 +43,7 @@ class Operation:
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.blame, self.rows = blame, rows
-        schema = compat.operator_schema(function)
+        schema = torch_compat.operator_schema(function)
         space, _, name = schema.name.partition("::")
         # an operator of another library does not match a rule, whatever its name
         self.name: str = name if space == "aten" else schema.name
@@ -51,7 +51,7 @@ class Operation:
         self.given |= {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         self.writes = schema.is_mutable
         self.tensors = [
-            (each, kind_of(each)) for each in compat.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+            (each, kind_of(each)) for each in torch_compat.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
         ]
         self._kind_of = kind_of
 

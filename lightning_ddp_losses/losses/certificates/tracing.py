@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, has_torch_function
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.losses.certificates import functions, kinds, rules
 from lightning_ddp_losses.losses.certificates.certificate import Reason
 from lightning_ddp_losses.losses.certificates.followed_numbers import Followed, followed, plain
@@ -158,7 +158,7 @@ class _Functions(TorchFunctionMode):
     def _refuse_outside_tensors(self, result: Any, blame: Blame) -> None:
         """Note tensors that no operator has made, from an array for example, with a number for each row."""
         trace = self._trace
-        for output in (value for value in compat.tree_leaves(result) if isinstance(value, Tensor)):
+        for output in (value for value in torch_compat.tree_leaves(result) if isinstance(value, Tensor)):
             if output not in trace.known and any(size and size % trace.rows == 0 for size in output.shape):
                 trace.known.add(output, Broken((blame("an array with a number for each row of the batch"),)))
 
@@ -173,7 +173,7 @@ def _name_of(function: Any) -> str:
 
 def _values_in(nest: Any) -> Iterator[Any]:
     """Yield tensors and numbers in nested arguments, bounds of slices too."""
-    for leaf in compat.tree_leaves(nest):
+    for leaf in torch_compat.tree_leaves(nest):
         if isinstance(leaf, slice):
             yield from (leaf.start, leaf.stop, leaf.step)
         else:
@@ -190,7 +190,7 @@ def _without_numbers(nest: Any, trace: Trace, *, as_tensors: bool) -> Any:
         return slice(plain(nest.start), plain(nest.stop), plain(nest.step))
     if not isinstance(nest, Followed) or not as_tensors:
         return plain(nest)
-    with compat.without_dispatch_modes():
+    with torch_compat.without_dispatch_modes():
         tensor = torch.tensor(plain(nest))
     trace.known.add(tensor, nest.kind)
     return tensor
@@ -198,7 +198,7 @@ def _without_numbers(nest: Any, trace: Trace, *, as_tensors: bool) -> Any:
 
 def _check_sizes(trace: Trace, name: str, numbers: list[Followed], result: Any, blame: Blame) -> None:
     """Refuse results whose size, or whose entries, depend on the number of rows in another way than one entry for each row."""
-    outputs = [value for value in compat.tree_leaves(result) if isinstance(value, Tensor)]
+    outputs = [value for value in torch_compat.tree_leaves(result) if isinstance(value, Tensor)]
     for output in outputs:
         if name in _FROM_NUMBERS and output.numel() == 1:
             trace.known.add(output, numbers[0].kind)
@@ -215,7 +215,7 @@ def _check_sizes(trace: Trace, name: str, numbers: list[Followed], result: Any, 
 def _followed_result(trace: Trace, name: str, result: Any, first: Tensor, given: Any, blame: Blame) -> Any:
     """Return the result of a function of followed tensors: sizes and values as numbers with a kind."""
     kind = trace.known.kind(first, blame)
-    outputs = [value for value in compat.tree_leaves(result) if isinstance(value, Tensor)]
+    outputs = [value for value in torch_compat.tree_leaves(result) if isinstance(value, Tensor)]
     for output in outputs:
         if output not in trace.known:
             trace.known.add(output, Broken((blame("a result that no operator returned"),)))
@@ -285,7 +285,7 @@ def followed_len(trace: Trace) -> Iterator[None]:
         found = python_len(value)
         if not isinstance(value, Tensor) or not has_torch_function((value,)):
             return found
-        with compat.without_function_modes():
+        with torch_compat.without_function_modes():
             blame = blame_here("len")
             kind = trace.known.kind(value, blame)
         if isinstance(kind, Rows) and kind.dim != 0:
@@ -302,7 +302,7 @@ def followed_len(trace: Trace) -> Iterator[None]:
 # ---------------------------------------------------------------------- operators
 
 
-class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operators, and applies the rules."""
 
     def __init__(self, trace: Trace) -> None:
@@ -327,7 +327,7 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note the kind of its result."""
-        with compat.without_function_modes():
+        with torch_compat.without_function_modes():
             return self._followed(func, args, kwargs or {})
 
     def _followed(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -338,10 +338,10 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._has_sizes:
             trace.numbers.append((blame, _numbers_of(func, op)))
         result = func(*args, **given)
-        if compat.reads_scalar(func):
+        if torch_compat.reads_scalar(func):
             self._read(op)
             return result
-        outputs = [value for value in compat.tree_leaves(result) if isinstance(value, Tensor)]
+        outputs = [value for value in torch_compat.tree_leaves(result) if isinstance(value, Tensor)]
         trace.dtypes.update(output.dtype for output in outputs if output.is_floating_point())
         if op.writes:
             self._write(func, op)
@@ -361,7 +361,9 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _write(self, func: Any, op: Operation) -> None:
         """Set the kind of what an operator has written to."""
         written = [
-            op.given[argument.name] for argument in compat.operator_schema(func).arguments if _is_written(argument)
+            op.given[argument.name]
+            for argument in torch_compat.operator_schema(func).arguments
+            if _is_written(argument)
         ]
         tensors = [tensor for tensor in written if isinstance(tensor, Tensor)]
         is_in_place = len(tensors) == 1 and op.base_name != op.name
@@ -380,7 +382,7 @@ def _is_written(argument: Any) -> bool:
 def _numbers_of(func: Any, op: Operation) -> tuple[Any, ...]:
     """Return the numbers among an operator's arguments that are not sizes, dimensions or places."""
     found = []
-    for argument in compat.operator_schema(func).arguments:
+    for argument in torch_compat.operator_schema(func).arguments:
         value = op.given[argument.name]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and str(argument.type) in _NUMBER_TYPES:

@@ -13,9 +13,9 @@ from torch import nn
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.signature import Plans
+from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.losses import pml_registry

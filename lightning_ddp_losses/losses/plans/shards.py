@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import precision, torch_compat
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.partial_fc import ClassSampler
@@ -72,7 +72,7 @@ class ShardPlan:
         # a miner's tuples are not looked into
         is_full = (
             indices_tuple is None
-            and not compat.is_any_autocast_on()
+            and not torch_compat.is_any_autocast_on()
             and precision.is_full(dtype, [], [*parameters, embeddings, labels])
             and not precision.narrow_buffers(precision.modules_of(module), dtype)
         )

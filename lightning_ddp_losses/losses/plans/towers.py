@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core import inputs, precision, torch_compat
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES
@@ -116,7 +116,7 @@ class TowerPlan:
         # rows are not cast: rows of bfloat16 are multiplied unchanged
         computed = [*parameters, *given_numbers]
         is_full = (
-            not compat.is_any_autocast_on()
+            not torch_compat.is_any_autocast_on()
             and precision.is_full(dtype, [], computed)
             and not precision.narrow_buffers(precision.modules_of(module), dtype)
         )

@@ -1,0 +1,22 @@
+"""Private names of torchmetrics 1.9 and pytorch-metric-learning 2.9: every import or read of one goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, cast
+
+
+def torchmetrics_states(module: Any) -> dict[str, Any] | None:
+    """Return the states of a metric with their defaults, by name. None for anything but a metric."""
+    return cast("dict[str, Any] | None", getattr(module, "_defaults", None))
+
+
+def state_reductions(metric: Any) -> dict[str, Any] | None:
+    """Return how each state of a metric is reduced over ranks, by name. None for anything but a metric."""
+    reductions = getattr(metric, "_reductions", None)
+    return reductions if isinstance(reductions, dict) else None
+
+
+def recorded_statistics(module: Any) -> Collection[str]:
+    """Return the attributes that record a loss's, miner's or distance's last batch."""
+    return cast("Collection[str]", getattr(module, "_record_these_stats", ()))
