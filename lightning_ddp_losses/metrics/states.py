@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,7 +25,7 @@ from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import expect, listed
+from lightning_ddp_losses.errors import ConfigurationError, expect, listed
 from lightning_ddp_losses.metrics.buffer_plan import Kind
 from lightning_ddp_losses.metrics.exchange import Packet, Received, State, exchange, naming_caches, plans_of
 
@@ -124,6 +125,8 @@ class ExchangingMetric(Metric):
     # TorchScript evaluates annotations and properties of a scripted module's metrics, and cannot compile these
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "_waits"]
 
+    _joins_stacks = False  # whether ``compute`` joins states without a reduction, as far as its defaults show
+
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         raise NotImplementedError
@@ -135,6 +138,9 @@ class ExchangingMetric(Metric):
             rows: Weight of means.
             untouched: Whether they are the defaults.
             split: States that are sent in several tensors.
+
+        Raises:
+            ConfigurationError: for a tensor without a reduction that ``compute`` does not join.
         """
         found = []
         title = type(self).__name__
@@ -143,6 +149,9 @@ class ExchangingMetric(Metric):
         for name, reduce in reductions.items():
             value = getattr(self, name)
             kind: Kind = "stack" if isinstance(value, Tensor) else "list"
+            if reduce is None and kind == "stack" and not self._joins_stacks:
+                refuse_stacks(self, name)
+                self._joins_stacks = True
             if reduce is dim_zero_cat:
                 kind = "rows"
                 value = (split or {}).get(name, value)
@@ -437,6 +446,48 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 @functools.cache
+def refuse_stacks(metric: Metric, name: str) -> None:
+    """Reject a metric whose ``compute`` returns a value of another shape if its tensors without a reduction are stacked.
+
+    Such states are stacked over the ranks, (W, ...), and ``compute`` has to join them. The default states show whether it does so: the
+    shape of their value must not depend on the number of ranks. If ``compute`` fails on them, nothing is shown.
+
+    Args:
+        metric: The metric.
+        name: Such a state.
+
+    Raises:
+        ConfigurationError: naming the state. The same on every rank.
+    """
+    alone, stacked = _shapes_of_defaults(metric, 0), _shapes_of_defaults(metric, 2)
+    if alone is None or stacked is None or alone == stacked:
+        return
+    raise ConfigurationError(
+        f"metric {type(metric).__name__}: state `{name}`",
+        expected="a reduction, or a compute that joins the states of all ranks, (W, ...)",
+        got=f"dist_reduce_fx=None, and a value of shape {stacked[0]} for two ranks, {alone[0]} for one",
+        fix="Give add_state a reduction (dist_reduce_fx='sum', 'mean', 'min', 'max' or a function), or join the stack in compute.",
+    )
+
+
+def _shapes_of_defaults(metric: Metric, stacked: int) -> list[tuple[int, ...]] | None:
+    """Return the shapes of the value of default states, those without a reduction stacked so many times. None if ``compute`` fails."""
+    trial = type(metric).__new__(type(metric))
+    vars(trial).update(vars(metric))
+    for name, default in metric._defaults.items():
+        value = list(default) if isinstance(default, list) else default.detach().clone()
+        if stacked and isinstance(value, Tensor) and metric._reductions[name] is None:
+            value = torch.stack([value] * stacked)
+        vars(trial)[name] = value
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            value = type(metric).compute(trial)
+        except Exception:
+            return None
+    return [tuple(tensor.shape) for tensor in inputs.tensors_in(value)]
+
+
 def is_correlation(cls: type) -> bool:
     """Return whether a class is a correlation, whose ``compute`` joins the states itself."""
     return "PearsonCorrCoef" in torchmetrics_names(cls)  # ConcordanceCorrCoef is one

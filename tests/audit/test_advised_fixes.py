@@ -10,11 +10,18 @@
 | F46, F53, F55, F56 | `tests/callbacks/test_advice.py` |
 | F51, F54 | `tests/metrics/test_synced.py`, `tests/strategies/test_evaluation.py` |
 | other errors that have a case | the healthy twins of `tests/callbacks/test_cases.py`, whose value is not compared |
-| F31, F33 | `tests/samplers/test_global_batch.py`, `tests/test_microbatched.py` |
+| F31, F33 | `tests/samplers/test_global_batch.py`, `tests/test_microbatch.py` |
 | F60, F61 | `tests/layers/test_lightning.py` |
 | F82 | `tests/strategies/test_logged_means.py` |
+| F14, F15 | `tests/strategies/test_overflow.py` |
+| F16 | `tests/strategies/test_shards.py` |
+| F52 | `tests/metrics/test_parity.py` |
+| F65 | `tests/losses/test_memory.py` |
+| F72 | `tests/randomness`, `tests/cli/test_augmentation_recipe.py` |
+| F75, F77 | `tests/strategies/test_checkpoints.py` |
+| F76 | `tests/strategies/test_resuming.py` |
 | F50, F62, F78, F80 | need a device, or compiled code |
-| F42, F43, F44, F73 | advise to look at a machine, not a change of code |
+| F42, F43, F44, F57, F73 | advise to look at a machine, not a change of code |
 """
 
 from __future__ import annotations

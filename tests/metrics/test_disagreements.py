@@ -121,6 +121,23 @@ class _Narrow(DifferentiableMetric):
         return self.kept.sum()
 
 
+class Span(tm.Metric):
+    """A running minimum and maximum without a reduction: the value of W ranks would be W numbers."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("low", torch.tensor(torch.inf, dtype=torch.float64), None)
+        self.add_state("high", torch.tensor(-torch.inf, dtype=torch.float64), None)
+
+    def update(self, rows: Tensor) -> None:
+        self.low, self.high = torch.minimum(self.low, rows.min()), torch.maximum(self.high, rows.max())
+
+    def compute(self) -> Tensor:
+        return self.high - self.low
+
+
 def defaults(rank: int) -> None:
     metric = _Narrow()
     if rank:
@@ -152,6 +169,16 @@ MISMATCH, RANKS = "RankMismatchError", ("rank 0", "rank 1")
 DEVICES = ("metric MeanSquaredError: devices: expected", "on cpu", "on meta")
 ERRORS: dict[str, tuple[Any, ...]] = {
     "defaults": (defaults, ("_Narrow.kept", "(3,)", "(2,)", *RANKS, "before compute"), MISMATCH),
+    "states that nobody joins, as a loss": (
+        lambda r: differentiable(Span())(rows(4 * r)),
+        ("metric Span: state `low`", "dist_reduce_fx=None", "shape (2,) for two ranks, () for one"),
+        "ConfigurationError",
+    ),
+    "states that nobody joins": (
+        lambda r: differentiable(Span()).compute(),
+        ("metric Span: state `low`", "dist_reduce_fx=None"),
+        "ConfigurationError",
+    ),
     "states": (states, ("states", "Ours.more", *RANKS), MISMATCH),
     "texts": (
         lambda r: called(tm.NormalizedRootMeanSquaredError, ["a", "b"] if r else rows(2)[:, 0], rows(2, 1)[:, 0]),
