@@ -552,13 +552,14 @@ class MomentumKeys(Subject):
         return nn.functional.cross_entropy(self.encoder(features) @ torch.cat(keys).T, targets)
 
 
-class Dropping(Subject):  # Healthy: dropout, batch norm, random noise
+class Dropping(Subject):  # Healthy: dropout, batch norm, random noise of each rank's own
     def build(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
         self.drop = nn.Dropout(0.3)
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        noise = 0.1 * torch.randn(features.shape, dtype=features.dtype)
+        generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+        noise = 0.1 * torch.randn(features.shape, dtype=features.dtype, generator=generator)
         return super().objective(self.drop(self.norm(features + noise)), labels, index)
 
 
