@@ -145,8 +145,8 @@ def complete_namespaces() -> None:
     """
     names: dict[str, object] = {}
     for found in pkgutil.walk_packages([str(HERE.parent / manual.PACKAGE)], f"{manual.PACKAGE}."):
-        # programs, and what needs other libraries
-        if found.name.endswith(".__main__") or ".integrations" in found.name:
+        # programs, and modules that need other libraries
+        if found.name.endswith(".__main__") or ".integrations" in found.name or ".kernels" in found.name:
             continue
         module = importlib.import_module(found.name)
         for node in ast.parse(inspect.getsource(module)).body:

@@ -51,6 +51,7 @@ from lightning_ddp_losses.layers.batch_norm_function import (
     refuse_earlier_calls,
 )
 from lightning_ddp_losses.layers.forward_plan import ForwardPlan
+from lightning_ddp_losses.randomness.step import keep_rows
 
 
 class SyncBatchNorm(LayerSync):
@@ -400,7 +401,9 @@ class _ReplacedBatchNorm(TorchFunctionMode):
         if func is not functional.batch_norm:
             return func(*args, **(kwargs or {}))
         self.was_called = True
-        return self._layer.batch_norm(self._scope, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        rows = args[0] if args else kwargs["input"]
+        return keep_rows(rows, lambda: self._layer.batch_norm(self._scope, *args, **kwargs))
 
 
 def _update_average_(running: Tensor | None, value: Tensor, share: float | Tensor) -> None:

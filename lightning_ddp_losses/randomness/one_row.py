@@ -95,6 +95,9 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: Tensor, mark: Mark) -> None:
         """Set the position of the row in a tensor."""
+        if mark.is_lost:
+            self._twins.write_(tensor, NO_TWIN)
+            return
         if mark.place is None:
             self._twins.forget_(tensor)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -182,6 +182,14 @@ class RandomStep:
             mark = Mark(RowPlace(dim % tensor.ndim))
         self._draws.mark(tensor, mark)
 
+    def keep_rows(self, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute a layer over the rows of all ranks outside of this step. Its result has rows where a tensor has them."""
+        mark = self._draws.mark_of_own(rows)
+        with self._draws.paused():
+            result = compute()
+        self._draws.mark(result, mark)
+        return result
+
     def _other_states(self) -> bytes:
         states = own_states()
         return digest_of({name: states[name] for name in _OTHER_GENERATORS})
@@ -251,6 +259,19 @@ def _refuse_nesting() -> None:
             got="a block inside a block",
             fix="Open one block around forward, loss and backward.",
         )
+
+
+def keep_rows(rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Compute a layer that exchanges numbers between ranks, and is not random. Exchanges would hide the rows from an active step.
+
+    Args:
+        rows: Input of the layer.
+        compute: Returns its result, with rows in the same dimension.
+    """
+    step = active_step()
+    if step is None:
+        return compute()
+    return step.keep_rows(rows, compute)
 
 
 def active_step() -> RandomStep | None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses import (
     ConfigurationError,
     DDPLossError,
     InputError,
     RankMismatchError,
+    SyncBatchNorm,
     global_randomness,
     microbatched,
 )
@@ -91,6 +92,37 @@ def test_weights_are_those_of_one_process(world_size: int, split: str) -> None:
             continue
         weights = train(name, splits)
         assert difference(weights, one_process(name, sizes)) < 1e-9, name
+
+
+def train_with_batch_norm(splits: list[tuple[int, ...]] | None) -> list[Tensor]:
+    """Dropout behind a batch norm, which on ranks is the exact one: its exchanges are no part of the step's draws."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)).double()
+    if splits is not None:
+        model = SyncBatchNorm().apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(7)
+    for step in range(3):
+        x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        if splits is None:
+            model(x).square().mean().backward()
+        else:
+            own = own_rows(x, splits[step])
+            with global_randomness(rows=own):
+                (model(own).square().sum() / 12).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (5, 1), (2, 4)], ids=str)
+@each_rank(2)
+def test_dropout_behind_a_synchronised_batch_norm(counts: tuple[int, ...]) -> None:
+    splits = [counts, counts[::-1], (3, 3)]
+    weights = train_with_batch_norm(splits)
+    assert difference(weights, train_with_batch_norm(None)) < 1e-9
 
 
 @each_rank(1)
