@@ -348,7 +348,9 @@ class Job(LightningModule):
         found.update({f"value encoder {name}": t.double() for name, t in self.encoder.state_dict().items()})
         if isinstance(self.loss, ClassShardedLoss):
             return {**found, "rank weight": self.loss.weight.detach().clone()}
-        return {**found, **{f"value loss {name}": t.double() for name, t in self.loss.state_dict().items()}}
+        assert isinstance(self.loss, GlobalBatchLoss)
+        # without the position of a memory, which the plain loss does not have
+        return {**found, **{f"value loss {name}": t.double() for name, t in self.loss.wrapped.state_dict().items()}}
 
 
 def fit_leg(leg: int, folder: str, case: Case) -> Found:
