@@ -24,7 +24,7 @@ Step = Callable[[Tensor, nn.ModuleDict], Tensor]
 
 def dropped_heads(x: Tensor, layers: nn.ModuleDict) -> Tensor:
     rows, length, _ = x.shape
-    heads = x.view(rows, length, 2, -1).permute(0, 2, 1, 3)
+    heads = x.view(rows, length, 2, WIDTH // 2).permute(0, 2, 1, 3)
     return F.dropout(heads.contiguous(), 0.4).transpose(1, 2).flatten(2)
 
 
