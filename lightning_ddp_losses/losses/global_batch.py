@@ -23,7 +23,7 @@ from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.function_loss import UNFINISHED, as_module, name_of_loss, unfinished_error
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, Signature
-from lightning_ddp_losses.core.transparent import TransparentWrapper
+from lightning_ddp_losses.core.transparent import TransparentWrapper, wrapped_module
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
@@ -188,6 +188,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         # how the loss is configured
         self.mode = mode
         self.backward = backward
+        self._layout_options = batch_dims, views
         self.layout = SampleLayout.of(module, batch_dims, views, title)
         self.tile_bytes = tile_bytes
         self._tile_compiler = tile_compiler(title, compile_tiles)
@@ -206,6 +207,15 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     def wrap_(self, module: nn.Module) -> None:
         """Take a loss, at construction or in place of the one before."""
+        if wrapped_module(self) is not None:
+            options = {
+                "mode": self.mode,
+                "backward": self.backward,
+                "tile_bytes": self.tile_bytes,
+                "products": self.products,
+            }
+            refuse_options(module, gather="all", **options)
+            self.layout = SampleLayout.of(module, *self._layout_options, f"GlobalBatchLoss({name_of_loss(module)})")
         memories = [each for each in module.modules() if isinstance(each, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
         super().wrap_(module)

@@ -18,6 +18,7 @@ from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.core.torch_compat import uncompiled
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss as Wrapper
+from tests.losses.lightly_paths import paths_of_lightly
 
 DIM, CLASSES = 8, 5
 POSITION = "criterion.queue_position.position"
@@ -256,6 +257,10 @@ def test_attributes_are_those_of_the_loss() -> None:
     assert loss.loss is inner.loss, "of the loss itself"
 
 
+class MSNLoss(nn.Module):
+    """A loss by whose path in lightly its samples are laid out."""
+
+
 def test_the_wrapped_loss_can_be_replaced() -> None:
     inner = pml.ArcFaceLoss(CLASSES, DIM)
     loss = GlobalBatchLoss(inner)
@@ -269,6 +274,16 @@ def test_the_wrapped_loss_can_be_replaced() -> None:
     assert [*loss.state_dict()] == ["embedding_memory", "label_memory", "queue_position.position"]
     loss.wrapped = pml.SupConLoss()
     assert not loss.state_dict()
+    # the options are those of the new loss
+    loss = GlobalBatchLoss(nn.MSELoss(), views=2)
+    with pytest.raises(ConfigurationError, match="SupConLoss"):
+        loss.wrapped = pml.SupConLoss()
+    loss = GlobalBatchLoss(nn.MSELoss())
+    with paths_of_lightly(MSNLoss):
+        loss.wrapped = MSNLoss()
+        assert (
+            repr(loss.layout) == repr(GlobalBatchLoss(MSNLoss()).layout) != repr(GlobalBatchLoss(nn.MSELoss()).layout)
+        )
     with pytest.raises(ConfigurationError, match=r"wrapped: expected a torch.nn.Module"):
         loss.wrapped = 3
 
