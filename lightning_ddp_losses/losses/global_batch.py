@@ -208,13 +208,14 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     def wrap_(self, module: nn.Module) -> None:
         """Take a loss, at construction or in place of the one before."""
         if wrapped_module(self) is not None:
-            options = {
-                "mode": self.mode,
-                "backward": self.backward,
-                "tile_bytes": self.tile_bytes,
-                "products": self.products,
-            }
-            refuse_options(module, gather="all", **options)
+            refuse_options(
+                module,
+                mode=self.mode,
+                backward=self.backward,
+                tile_bytes=self.tile_bytes,
+                gather="all",
+                products=self.products,
+            )
             self.layout = SampleLayout.of(module, *self._layout_options, f"GlobalBatchLoss({name_of_loss(module)})")
         memories = [each for each in module.modules() if isinstance(each, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
