@@ -40,6 +40,10 @@ OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _REORDERS = {"index", "index_select", "take", "gather", "flip", "roll", "slice", "select", "split", "unbind", "sort"}
 
 
+# orders of rows of all steps, while they are alive
+_drawn_orders = torch_compat.WeakTensorKeys()
+
+
 class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Processes the operators of a step.
 
@@ -109,6 +113,13 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_parameter = isinstance(tensor, nn.Parameter)
         if not is_parameter and any(self._sizes.may_count_rows(size) for size in tensor.shape):
             known = LOST
+        if tensor in _drawn_orders:
+            known = Mark(RowPlace(0), is_drawn=True, is_order=True)
+            self.refuse(
+                f"an order of rows at {users_line()}",
+                "an order that was drawn in an earlier step, whose numbers are those of its rows",
+                "Draw the order in the step that uses it.",
+            )
         self._table.write_(tensor, known)
         return known
 
@@ -176,6 +187,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         order = self._orders.draw(func, args, kwargs)
         self.note_state()
         self.mark(order, Mark(RowPlace(0), is_drawn=True, is_order=True))
+        _drawn_orders[order] = True
         return order
 
     # ------------------------------------------------------------------ operators

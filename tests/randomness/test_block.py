@@ -367,6 +367,16 @@ def test_a_refusal_of_one_rank_is_the_error_of_all() -> None:
 
 
 @each_rank(2)
+def test_an_order_of_an_earlier_step_is_refused() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64)
+    own = own_rows(x, (2, 2))
+    with global_randomness(rows=own):
+        order = torch.randperm(own.shape[0])
+    with pytest.raises(ConfigurationError, match="drawn in an earlier step"), global_randomness(rows=own):
+        own[order]
+
+
+@each_rank(2)
 def test_orders_of_rows_need_rows_on_each_rank() -> None:
     x = torch.ones(4, 4)
     own = own_rows(x, (0, 4))
