@@ -33,7 +33,7 @@ gc.disable()  # until all tests are collected: nearly all that is made until the
 # the pretended device stands on private names of one release of torch
 collect_ignore = []
 if not torch.__version__.startswith("2.13."):
-    collect_ignore = ["test_pretend_device.py", "slow/test_benchmark_gpu.py"]
+    collect_ignore = ["pretended", "slow/test_benchmark_gpu.py"]
 
 
 def pytest_collection_finish() -> None:

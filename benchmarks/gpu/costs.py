@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from benchmarks.records import Row
-from tests.devices import Device, waits_in
-from tests.pretend_runs import BOUNDS, bounded_run
+from tests.pretended.devices import Device, waits_in
+from tests.pretended.runs import BOUNDS, bounded_run
 
 
 def rows_of(device: Device, every: int = 1) -> Iterator[Row]:

@@ -42,9 +42,9 @@ from lightning_ddp_losses import (
     GlobalBatchLoss,
     SigLipLoss,
 )
-from tests.devices import Device
 from tests.lightning_ranks import QUIET
-from tests.pretend_ranks import run_jobs
+from tests.pretended.devices import Device
+from tests.pretended.ranks import run_jobs
 from tests.strategies.fsdp_jobs import alone, make_job, whole_state
 from tests.strategies.jobs import Job, fit_alone, loader
 

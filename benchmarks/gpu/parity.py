@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from benchmarks.records import Row
-from tests.devices import Device
-from tests.pretend_runs import EXACT, EXACT_IN_FLOAT32, IN_FLOAT32, Found, runs_of
+from tests.pretended.devices import Device
+from tests.pretended.runs import EXACT, EXACT_IN_FLOAT32, IN_FLOAT32, Found, runs_of
 
 
 def rows_of(device: Device, every: int = 1) -> Iterator[Row]:

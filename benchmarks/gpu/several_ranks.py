@@ -18,9 +18,9 @@ from torch import Tensor
 
 from benchmarks.records import Row
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
-from tests.devices import Device
 from tests.lightning_ranks import QUIET, RankEnvironment
-from tests.pretend_ranks import run_jobs
+from tests.pretended.devices import Device
+from tests.pretended.ranks import run_jobs
 from tests.strategies.jobs import Job, fit_alone, loader
 
 ROUNDED = {"pretend": 5e-7, "cuda": 1e-5}  # relative, float32 whose sums have another order

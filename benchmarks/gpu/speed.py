@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.contests import ArcFace, Clip, Contest, SigLip, TwoOfEachClass
 from benchmarks.memory import MIB
 from benchmarks.records import Row
-from tests.devices import Device
+from tests.pretended.devices import Device
 
 ROUNDS, SECONDS = 15, 4.0  # of one contest; at least 3 rounds
 _TABLE = "gpu d: forward + backward"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests import devices
+from tests.pretended import devices
 
 __all__ = ["file_of", "run"]
 

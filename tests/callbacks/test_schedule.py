@@ -1,7 +1,8 @@
 """When rows are judged and how much they look at.
 
 A row after a step is judged one step later, the first and the last at once; its findings name its own step. Each step looks at a part of
-the parameters; together the parts are all of them. Waits for a device are counted on the pretended one (``tests/test_pretend_device.py``).
+the parameters; together the parts are all of them. Waits for a device are counted on the
+pretended one (``tests/pretended``).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.pretend_norms import BAD_STEP, ENDS, FAILS, LAYERS, ODD, SAME, STRATEGIES
-from tests.test_pretend_device import found_by
+from tests.pretended.norms import BAD_STEP, ENDS, FAILS, LAYERS, ODD, SAME, STRATEGIES
+from tests.pretended.test_pretend_device import found_by
 
 WORDS = {  # what the error of every rank names
     "another layer": (
@@ -29,7 +29,7 @@ WORDS = {  # what the error of every rank names
 
 @pytest.mark.slow
 def test_costs_numbers_and_errors_of_a_plan(tmp_path: Path) -> None:
-    for world_size, ranks in found_by("pretend_norms", tmp_path).items():
+    for world_size, ranks in found_by("norms", tmp_path).items():
         for found in ranks:
             for name in SAME:
                 assert found[name]["off"] < 1e-4, (world_size, name)

@@ -1,6 +1,6 @@
 """What losses do on an accelerator, over several ranks: numbers that stay on the device, rows that are not listed.
 
-The CPU takes those ways here, so that ranks can be compared with one process; ``tests/test_pretend_device.py`` runs them on a device.
+The CPU takes those ways here, so that ranks can be compared with one process; ``tests/pretended`` runs them on a device.
 """
 
 from __future__ import annotations

@@ -392,11 +392,11 @@ def test_a_fit(pool: RankPool) -> None:
 
 
 ON_A_DEVICE = """
-from tests.devices import pretended
+from tests.pretended.devices import pretended
 device = pretended()
 import torch
 from tests.losses.test_tile_kernels import MAKE, with_kernels
-from tests.devices import waits_in
+from tests.pretended.devices import waits_in
 
 def cost(name, here):
     torch.manual_seed(0)

@@ -34,11 +34,11 @@ from lightning_ddp_losses import (
     global_mean,
 )
 from lightning_ddp_losses.core.inputs import map_tensors
-from tests import pretend_device, pretend_ranks
-from tests.devices import Counting, Device
-from tests.pretend_fits import handshakes
-from tests.pretend_forks import on_forked_ranks
-from tests.pretend_runs import (
+from tests.pretended import backend, ranks
+from tests.pretended.devices import Counting, Device
+from tests.pretended.fits import handshakes
+from tests.pretended.forks import on_forked_ranks
+from tests.pretended.runs import (
     ROWS,
     WIDTH,
     Bound,
@@ -77,7 +77,7 @@ class Window(nn.Module):
                     value = self.loss(self.model(part), own)
                 total += value.detach()
                 value.backward()
-                pretend_device.catch_up()  # what one micro-batch has noted arrives before the next
+                backend.catch_up()  # what one micro-batch has noted arrives before the next
         return total
 
 
@@ -178,7 +178,7 @@ WORLDS: dict[str, tuple[Bound, int]] = {
     "batch norm": (Bound(batch_norm, lambda: (rows(),), 51, 0, 0), 2),
     "MeanSquaredError": (Bound(squared_error, two_columns, 25, 0, 0), 1),
     "PearsonCorrCoef": (Bound(pearson, two_columns, 331, 10, 0), 11),
-    "reduction": (Bound(pretend_ranks.reduced, pairs_of_rows, 30, 0, 0), 3),
+    "reduction": (Bound(ranks.reduced, pairs_of_rows, 30, 0, 0), 3),
     "window, ArcFace in elements": (Bound(lambda: Window(elements(arcface)()), pairs_of_rows, 246, 4, 2), 6),
     "window, cross entropy": (
         Bound(lambda: Window(elements(nn.CrossEntropyLoss)()), classes_of_rows, 67, 2, 0, own_waits=2),
@@ -238,8 +238,8 @@ def _as_rank(device: Device, rank: int) -> dict[str, Any]:
 def main(device: Device, path: Path) -> None:
     """Runs everything over both backends, each rank a fork of this process; writes by backend and name what each rank found."""
     results: dict[str, list[Any]] = {}
-    for backend, carries in BACKENDS.items():
-        folder = path.parent / backend.replace(" ", "_")
+    for name, carries in BACKENDS.items():
+        folder = path.parent / name.replace(" ", "_")
         folder.mkdir()
-        results[backend] = on_forked_ranks(partial(_as_rank, device), WORLD, folder, carries=carries)
+        results[name] = on_forked_ranks(partial(_as_rank, device), WORLD, folder, carries=carries)
     path.write_text(json.dumps(results))

@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest import mock
 
 from lightning_ddp_losses.losses.tiled import evaluator
-from tests.devices import Device
 from tests.losses import test_tiled
-from tests.pretend_forks import on_forked_ranks
-from tests.pretend_runs import CLASS_SHARDED, LOSSES, TOWERS, Found, _class_sharded, _loss, _tiled, _two_towers
+from tests.pretended.devices import Device
+from tests.pretended.forks import on_forked_ranks
+from tests.pretended.runs import CLASS_SHARDED, LOSSES, TOWERS, Found, _class_sharded, _loss, _tiled, _two_towers
 
 WORLD = 3
 SPLITS = [[1, 4, 7], [5, 0, 7]]

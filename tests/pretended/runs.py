@@ -39,8 +39,6 @@ from lightning_ddp_losses.distributed import fingerprint, process_groups
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.tiled import evaluator
-from tests import pretend_device
-from tests.devices import HOST, Device
 from tests.losses import harness, sharded_cases, test_tiled, variants
 from tests.losses.cases import PML
 from tests.losses.test_two_towers import CASES as TOWER_CASES
@@ -48,6 +46,8 @@ from tests.losses.test_two_towers import EXTRA, Towers, further, textbook
 from tests.losses.torch_cases import TORCH
 from tests.metrics.cases import CASES as METRICS
 from tests.oracle import own
+from tests.pretended import backend
+from tests.pretended.devices import HOST, Device
 
 ROWS, WIDTH = 512, 32
 EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
@@ -320,13 +320,13 @@ PASSES: dict[str, Passes] = {
 
 def passes_of(device: Device, name: str) -> dict[str, float]:
     """Counts products, passes and bytes of a tile, and the most memory of a call, in the units of ``Passes``."""
-    most, before = PASSES[name], pretend_device.live_bytes()  # of what ran earlier
+    most, before = PASSES[name], backend.live_bytes()  # of what ran earlier
     inputs = most.inputs()
     given = [device.to_device(tensor).requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     loss = most.loss().to(device.name)
     with (
         mock.patch.object(products, "_PIECE_BYTES", products._PIECE_BYTES // 256),
-        pretend_device.counting(large=most.entries // most.tiles) as counts,
+        backend.counting(large=most.entries // most.tiles) as counts,
     ):
         loss(*given).backward()
     size = sum(tensor.nbytes for tensor in inputs if tensor.is_floating_point())
@@ -334,7 +334,7 @@ def passes_of(device: Device, name: str) -> dict[str, float]:
         "products": counts["products"] / most.tiles,
         "passes": counts["passes"] / most.tiles,
         "entry_bytes": counts["bytes"] / most.entries,
-        "copies": (pretend_device.peak_bytes() - before) / size,
+        "copies": (backend.peak_bytes() - before) / size,
     }
 
 

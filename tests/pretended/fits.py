@@ -39,10 +39,10 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.distributed import handshake
-from tests.devices import HOST, Device
 from tests.lightning_ranks import QUIET, RankEnvironment
-from tests.pretend_forks import on_forked_ranks
-from tests.pretend_runs import Bound, Found
+from tests.pretended.devices import HOST, Device
+from tests.pretended.forks import on_forked_ranks
+from tests.pretended.runs import Bound, Found
 
 WIDTH, ROWS = 6, 8
 BATCHES, ACCUMULATED, EPOCHS = 6, 2, 2

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 # what torch says where `set_sync_debug_mode` sees the host wait
 _WAIT = "called a synchronizing CUDA operation"
-_PACKAGE = Path(__file__).parent.parent / "lightning_ddp_losses"
+_PACKAGE = Path(__file__).parent.parent.parent / "lightning_ddp_losses"
 
 Counting = Callable[[], contextlib.AbstractContextManager["Counter[str]"]]
 
@@ -57,15 +57,15 @@ HOST = Device("cpu", lambda t: t.detach().clone(), Tensor.detach, _nothing_count
 def pretended() -> Device:
     """Brings the pretended accelerator into this process, for good; before modules are imported that take names of torch it replaces."""
     # it stands on private names of one release of torch
-    from tests import pretend_device
+    from tests.pretended import backend
 
-    pretend_device.install()
+    backend.install()
     return Device(
-        pretend_device.DEVICE,
-        pretend_device.to_device,
-        pretend_device.to_host,
-        pretend_device.counting,
-        pretend_device.catch_up,
+        backend.DEVICE,
+        backend.to_device,
+        backend.to_host,
+        backend.counting,
+        backend.catch_up,
     )
 
 

@@ -28,12 +28,12 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.layers import forward_plan
 from lightning_ddp_losses.layers.forward_plan import PlannedCall
-from tests import pretend_forks
 from tests.counting import CountCollectives
-from tests.devices import HOST, Device, waits_in
 from tests.lightning_ranks import QUIET
-from tests.pretend_fits import OneNodePerRank, PretendAccelerator, PretendStrategy
-from tests.pretend_forks import on_forked_ranks
+from tests.pretended import forks
+from tests.pretended.devices import HOST, Device, waits_in
+from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy
+from tests.pretended.forks import on_forked_ranks
 
 WIDTH, LAYERS, STEPS = 4, 5, 5
 BAD_STEP = 4  # the plan is followed in it
@@ -61,7 +61,7 @@ class Normed(pl.LightningModule):
             elif odd == "raises":
                 raise KeyError("rank 1 alone")
             elif odd == "waits for a peer":
-                pretend_forks.get_stuck(stuck=True)
+                forks.get_stuck(stuck=True)
             if odd == "another layer":
                 self.wide(torch.cat([x, x[:, :1]], 1))
             elif odd == "another shape":
@@ -257,7 +257,7 @@ def error_of_fit(device: Device, strategy: str, fails: str) -> str:
         found = f"{type(error).__name__}: {error}"
     else:
         found = "no error"
-    pretend_forks.get_stuck(stuck=False)
+    forks.get_stuck(stuck=False)
     dist.barrier()
     return found
 

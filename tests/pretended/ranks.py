@@ -27,7 +27,7 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.collectives import all_gather_with_grad, reduce_scatter_with_grad
 from lightning_ddp_losses.distributed import raw_collectives
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
-from tests.devices import HOST, Device
+from tests.pretended.devices import HOST, Device
 
 WIDTH = 6
 SIZES = {2: [5, 8], 3: [5, 1, 8]}  # rows per rank, by ranks

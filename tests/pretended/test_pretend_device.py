@@ -1,6 +1,6 @@
-"""On an accelerator: the numbers of the CPU, and no more launches, waits and uploads than a table allows (``pretend_runs.BOUNDS``).
+"""On an accelerator: the numbers of the CPU, and no more launches, waits and uploads than a table allows (``runs.BOUNDS``).
 
-The device is pretended (``pretend_device``) and needs a process of its own: one runs all calls, another all fits. More jobs of
+The device is pretended (``backend``) and needs a process of its own: one runs all calls, another all fits. More jobs of
 several ranks are in ``slow/test_benchmark_gpu``.
 """
 
@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import pretend_failures, pretend_fits, pretend_runs, pretend_worlds
-from tests.devices import HOST, waits_in
+from tests.pretended import failures, fits, runs, worlds
+from tests.pretended.devices import HOST, waits_in
 from tests.processes import run_python
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from tests.devices import pretended
+from tests.pretended.devices import pretended
 device = pretended()
 {}
 """
@@ -48,8 +48,8 @@ Results = dict[str, Any]
 def found_by(module: str, folder: Path, *, carried: bool = True) -> Results:
     """What each run of a module's `main` found, by its name; collectives may carry the device's tensors."""
     file = folder / "found.json"
-    program = "from tests.pretend_forks import install\ninstall()\n" if carried else ""
-    program += f"from tests.{module} import main\nmain(device, Path(sys.argv[1]))"
+    program = "from tests.pretended.forks import install\ninstall()\n" if carried else ""
+    program += f"from tests.pretended.{module} import main\nmain(device, Path(sys.argv[1]))"
     done = run_python("-c", PROGRAM.format(program), str(file), seconds=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     found: Results = json.loads(file.read_text())
@@ -62,40 +62,38 @@ def test_runs(tmp_path: Path) -> None:
 
     One test for all of them: they share a process, which each worker of pytest that had one of them would start for itself.
     """
-    found = found_by("pretend_runs", tmp_path, carried=False)
+    found = found_by("runs", tmp_path, carried=False)
     slopes = found.pop("slopes")
-    for name, slope in pretend_runs.SLOPES.items():
+    for name, slope in runs.SLOPES.items():
         launches, difference = slopes[name]
         assert launches <= slope.launches, f"{name}: {launches} launches a tile, at most {slope.launches}"
         assert difference < ROUNDED, f"{name}: {difference}"
     passes = found.pop("passes")
-    for name, most in pretend_runs.PASSES.items():
+    for name, most in runs.PASSES.items():
         for unit, number in passes[name].items():
             limit = getattr(most, unit)
             assert number < limit + 0.05, f"{name}: {number} {unit}, at most {limit}"
-    problems = {
-        name: text for name, bound in pretend_runs.BOUNDS.items() if (text := beyond(found[name], bound, ROUNDED))
-    }
-    runs: Counter[str] = Counter()
+    problems = {name: text for name, bound in runs.BOUNDS.items() if (text := beyond(found[name], bound, ROUNDED))}
+    kinds: Counter[str] = Counter()
     for name, each in found.items():
-        if name in pretend_runs.BOUNDS:
+        if name in runs.BOUNDS:
             continue
-        runs[name.partition(";")[0]] += 1
-        if each["error"] or not each["difference"] < pretend_runs.EXACT:
+        kinds[name.partition(";")[0]] += 1
+        if each["error"] or not each["difference"] < runs.EXACT:
             problems[name] = str(each["error"] or each["difference"])
     assert not problems, "\n".join(f"{name}: {text}" for name, text in problems.items())
     names = [
-        *pretend_runs.LOSSES,
-        *pretend_runs.TILED,
-        *pretend_runs.MINERS,
-        *pretend_runs.CLASS_SHARDED,
-        *pretend_runs.TOWERS,
-        *pretend_runs.metric_cases(),
+        *runs.LOSSES,
+        *runs.TILED,
+        *runs.MINERS,
+        *runs.CLASS_SHARDED,
+        *runs.TOWERS,
+        *runs.metric_cases(),
     ]
     assert set(names) <= set(found)
-    assert runs.pop("layer") == 1
-    assert set(runs) == {"loss", "tiles", "miner", "class-sharded", "two towers", "metric", "fingerprint"}
-    assert min(runs.values()) >= 5
+    assert kinds.pop("layer") == 1
+    assert set(kinds) == {"loss", "tiles", "miner", "class-sharded", "two towers", "metric", "fingerprint"}
+    assert min(kinds.values()) >= 5
 
 
 class Larger(nn.Module):
@@ -120,19 +118,19 @@ def test_a_tie_is_told_from_an_error(pair: list[float], factor: float, is_a_tie:
         return pair[1 - pair.flip(0).argmax()]
 
     given = torch.tensor(pair, dtype=torch.float64, requires_grad=True)
-    found = pretend_runs.measure(HOST, lambda: Larger(factor), (given,), naive=last_of_equal_ones)
+    found = runs.measure(HOST, lambda: Larger(factor), (given,), naive=last_of_equal_ones)
     assert found.is_a_tie == is_a_tie
-    assert (found.difference < pretend_runs.EXACT) == (pair == [0.3, 0.2] and factor == 1.0)
+    assert (found.difference < runs.EXACT) == (pair == [0.3, 0.2] and factor == 1.0)
 
 
 @pytest.mark.slow
 def test_fits(tmp_path: Path) -> None:
     """A Trainer with all checks, batch norm, three losses, accumulation, and a restart from its checkpoint; on one rank and on two."""
-    found = found_by("pretend_fits", tmp_path)
-    problems = {name: beyond(found[name], bound, FITTED) for name, bound in pretend_fits.FITS.items()}
+    found = found_by("fits", tmp_path)
+    problems = {name: beyond(found[name], bound, FITTED) for name, bound in fits.FITS.items()}
     assert not any(problems.values()), problems
-    messages = {name: found[name]["forward"].get("handshakes", 0) for name in pretend_fits.FITS}
-    assert all(messages[name] <= most for name, most in pretend_fits.HANDSHAKES.items()), messages
+    messages = {name: found[name]["forward"].get("handshakes", 0) for name in fits.FITS}
+    assert all(messages[name] <= most for name, most in fits.HANDSHAKES.items()), messages
     # a loss that is judged one step later names its own step: in the last batch, at the end of training
     assert "F79, before backward of step 2: the loss is not a finite number" in str(found["late"])
     assert "nan in batch 5" in str(found["late"])
@@ -142,12 +140,12 @@ def test_fits(tmp_path: Path) -> None:
 def test_two_ranks(tmp_path: Path) -> None:
     """What a call, a window and recorded counts cost on two ranks, whose collectives carry the device's tensors or stage them."""
     problems = []
-    for backend, ranks in found_by("pretend_worlds", tmp_path).items():
+    for backend, ranks in found_by("worlds", tmp_path).items():
         for rank, found in enumerate(ranks):
             # an index beyond a rank's own rows would be a row of another
             assert "rank 1: 1 to 256 for 256 rows" in found.pop("refusal")
-            assert set(found) == set(pretend_worlds.WORLDS)
-            for name, (bound, waits_over_gloo) in pretend_worlds.WORLDS.items():
+            assert set(found) == set(worlds.WORLDS)
+            for name, (bound, waits_over_gloo) in worlds.WORLDS.items():
                 # over gloo copies to the host and back are launches and uploads more
                 if backend == "gloo":
                     bound = replace(bound, launches=10**4, uploads=9, messages=99)
@@ -160,12 +158,12 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_three_ranks(tmp_path: Path) -> None:
     """Every case of the losses on uneven ranks, and with a rank that has no rows, whose collectives carry the device's tensors."""
-    ranks = found_by("pretend_parity", tmp_path)
+    ranks = found_by("parity", tmp_path)
     problems = []
     for rank, found in enumerate(ranks):
         assert len(found) > 900
         for name, (difference, error) in found.items():
-            if error or not difference < pretend_runs.EXACT:
+            if error or not difference < runs.EXACT:
                 problems.append(f"{name}, rank {rank}: {error or difference}")
     assert not problems, "\n".join(problems)
 
@@ -173,17 +171,17 @@ def test_three_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_fails_in_its_tiles(tmp_path: Path) -> None:
     """The peers' hosts wait for no device, so that they learn of it in their next handshake: all ranks end, and the next call is right."""
-    for world_size, ranks in found_by("pretend_failures", tmp_path).items():
+    for world_size, ranks in found_by("failures", tmp_path).items():
         for rank, found in enumerate(ranks):
-            assert len(found["errors"]) == len(pretend_failures.LOSSES) * len(pretend_failures.RUNS)
-            failed = rank == pretend_failures.FAILED
+            assert len(found["errors"]) == len(failures.LOSSES) * len(failures.RUNS)
+            failed = rank == failures.FAILED
             words = ("OutOfMemoryError: ",) if failed else ("PeerError: ", f"(rank 1 of {world_size}, in ")
             for name, error in found["errors"].items():
-                assert all(word in error for word in (*words, pretend_failures.WORDS)), (world_size, rank, name, error)
+                assert all(word in error for word in (*words, failures.WORDS)), (world_size, rank, name, error)
             assert max(found["off"].values()) < 1e-5, found["off"]
 
 
-def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> str:
+def beyond(found: dict[str, Any], bound: runs.Bound, rounded: float) -> str:
     """In what a run went beyond its bound, in words."""
     if found["error"]:
         return str(found["error"])
@@ -209,7 +207,7 @@ PROGRAMS: dict[str, str] = {
     "a loss that is called twice in a step": """
 import torch
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
-from tests.pretend_device import DEVICE, catch_up, counting
+from tests.pretended.backend import DEVICE, catch_up, counting
 
 watch = UpstreamGradWatch()
 for call in range(4):
@@ -228,7 +226,7 @@ assert watch.take() == "0.5" and watch.take() == "none yet"
 import torch
 from lightning_ddp_losses import InputError
 from tests.losses.test_ranks_that_differ import KINDS, PLACED, WITHOUT_TENSORS, rows as line_of_rows, second_argument
-from tests.pretend_runs import join_world_of_one
+from tests.pretended.runs import join_world_of_one
 join_world_of_one()
 
 def refusal(name, place, rows, others):
@@ -281,7 +279,7 @@ import torch
 from pytorch_metric_learning import losses
 from lightning_ddp_losses import ClassShardedLoss
 from tests.losses.harness import line_of_rows
-from tests.pretend_device import catch_up, counting
+from tests.pretended.backend import catch_up, counting
 
 def trained(place, unbiased):
     torch.manual_seed(0)
@@ -315,7 +313,7 @@ for unbiased in (False, True):
 from types import SimpleNamespace
 import torch
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
-from tests.pretend_device import catch_up, counting
+from tests.pretended.backend import catch_up, counting
 scaler = torch.amp.GradScaler(device.name, init_scale=1024.0)
 strategy = SimpleNamespace(root_device=torch.device(device.name, 0))
 trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler), strategy=strategy)
@@ -332,7 +330,7 @@ assert counts.waits == 1, counts
     # what a GPU refuses is refused, what makes the host wait is counted, and early readers find rubbish
     "the device itself": """
 import torch
-from tests.pretend_device import DEVICE, catch_up, counting, to_device, to_host
+from tests.pretended.backend import DEVICE, catch_up, counting, to_device, to_host
 own, other = to_device(torch.arange(6.0)), torch.arange(6.0)
 
 def refused(function):

@@ -24,11 +24,11 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses
 from lightning_ddp_losses.losses.two_towers import TowerCall
-from tests import pretend_forks
-from tests.devices import HOST, Device
 from tests.lightning_ranks import QUIET
-from tests.pretend_fits import OneNodePerRank, PretendAccelerator, PretendStrategy
-from tests.pretend_forks import on_forked_ranks
+from tests.pretended import forks
+from tests.pretended.devices import HOST, Device
+from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy
+from tests.pretended.forks import on_forked_ranks
 
 WIDTH, CLASSES = 6, 8
 BAD_CALL, CALLS = 1, 3
@@ -47,7 +47,7 @@ def _failing_tiles() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for owner, method in ((TowerCall, "tiles"), (LocalClasses, "chunks")):
             patches.enter_context(mock.patch.object(owner, method, _failing(getattr(owner, method))))
-        patches.callback(pretend_forks.get_stuck, stuck=False)
+        patches.callback(forks.get_stuck, stuck=False)
         yield
 
 
@@ -55,7 +55,7 @@ def _failing(original: Callable[..., Any]) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == FAILED:
             raise torch.OutOfMemoryError(WORDS)
-        pretend_forks.get_stuck(stuck=True)
+        forks.get_stuck(stuck=True)
         return original(*args, **kwargs)
 
     return method
