@@ -74,7 +74,10 @@ _SENTENCES: dict[str, str] = {
     "wrong": "Wrong under plain DDP: the mean over ranks is not the loss of the whole batch.",
     "cannot tell": "Cannot tell whether this loss is right under plain DDP.",
 }
-_RIGHT_ON_A_PATH = "Right under plain DDP for ranks with equally many rows, on the path that the example takes: the loss is a mean over rows."
+_RIGHT_ON_A_PATH = (
+    "Right under plain DDP for ranks with equally many rows, on the path that the example takes: "
+    "the loss is a mean over rows."
+)
 
 
 @dataclass(frozen=True)
