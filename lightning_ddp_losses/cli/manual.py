@@ -316,6 +316,7 @@ READERS
 * `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
 * `ddp-losses explain certificates`: is plain DDP right for my loss, and if not, which line?
 * `ddp-losses explain own_data`: train on a csv file or arrays of yours, without programming
+* `ddp-losses explain fit_numbers`: what the table and the pictures of a fit mean, and whether a value is good
 * `ddp-losses explain retrieval`: recall@k, MAP@R and kNN accuracy over all ranks
 * `ddp-losses explain maxsim`: late interaction (ColBERT) over texts of different lengths
 * `ddp-losses explain extending`: your own loss, check, strategy or recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -72,8 +73,10 @@ class RunReport(Callback):
         self._show("time", f"{seconds:.1f} s of training on {ranks}")
         if folder is not None and trainer.loggers:
             data: Any = getattr(trainer, "datamodule", None)
-            names = data.class_names if isinstance(data, BatchedArrayDataModule) else ()
-            self._write(trainer, held_out, metrics, Path(folder), names)
+            of_ours = isinstance(data, BatchedArrayDataModule)
+            self._write(trainer, held_out, metrics, Path(folder), data.class_names if of_ours else ())
+            if of_ours and isinstance(pl_module, HeldOutModule):
+                self._show_next_commands(trainer, Path(folder))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the dataset."""
@@ -135,6 +138,14 @@ class RunReport(Callback):
             package = str(error.name).split(".", maxsplit=1)[0]
             self._show("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'")
 
+    def _show_next_commands(self, trainer: Trainer, folder: Path) -> None:
+        """Show the command that embeds every row with the checkpoint, and the page about the table."""
+        config, checkpoint = folder / "config.yaml", getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if checkpoint and config.is_file():
+            command = ["ddp-losses", "predict", "--config", str(config), "--ckpt_path", str(checkpoint)]
+            self._show("embed rows", shlex.join(command))
+        self._show("meaning", "ddp-losses explain fit_numbers")
+
 
 def _compared_metrics(trainer: Trainer, module: HeldOutModule) -> list[tuple[str, dict[str, float]]]:
     """Return names and metrics of the untrained encoder and of the inputs, if available."""
@@ -177,7 +188,7 @@ def _embedded_rows(found: HeldOut, data: BatchedArrayDataModule | None) -> str:
 
 
 def write_embeddings(found: HeldOut, data: BatchedArrayDataModule | None, path: Path) -> None:
-    """Write a csv file with a line for each row: its number from 0, its label, whether it is held out, and its embedding.
+    """Write a csv file with a line for each row: number from 0, the user's identifier if any, label, whether held out, embedding.
 
     Args:
         found: Embeddings (G, D) and labels (G,) in the order of the dataset.
@@ -185,7 +196,8 @@ def write_embeddings(found: HeldOut, data: BatchedArrayDataModule | None, path: 
         path: Path of the file.
     """
     embeddings = torch.flatten(found.embeddings, 1).numpy()
-    heads = ["row", "label"]
+    ids = () if data is None else data.row_ids
+    heads = ["row", "id", "label"] if ids else ["row", "label"]
     held_out: set[int] = set()
     if data is not None:
         heads.append("held_out")
@@ -195,7 +207,7 @@ def write_embeddings(found: HeldOut, data: BatchedArrayDataModule | None, path: 
         writer = csv.writer(file)
         writer.writerow([*heads, *(f"embedding_{dimension}" for dimension in range(embeddings.shape[1]))])
         for row, (label, embedding) in enumerate(zip(found.labels.tolist(), embeddings, strict=True)):
-            cells = [row, class_name(label, names)]
+            cells = [row, *ids[row : row + 1], class_name(label, names)]
             if data is not None:
                 cells.append(int(row in held_out))
             writer.writerow([*cells, *embedding.tolist()])

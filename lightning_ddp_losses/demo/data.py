@@ -86,6 +86,8 @@ class BatchedArrayDataModule(LightningDataModule):
     """Name of the inputs in the report, next to the embeddings."""
     class_names: Sequence[str] = ()
     """Name of each class, for pictures and tables. Empty if the classes only have numbers."""
+    row_ids: Sequence[str] = ()
+    """The user's identifier of each row of `features`. Empty if rows only have numbers."""
 
     features: Array
     labels: Array
@@ -199,6 +201,8 @@ class ArrayDataModule(BatchedArrayDataModule):
         val_features: Held-out file of the same row shape. Without it a share of every class is held out.
         val_labels: Held-out labels, given together with `val_features` if these are ``.npy`` files.
         label: Name of the label's column in a csv, with texts or whole numbers. If None, its first column.
+        id: Name of a column of a csv that identifies rows, such as a barcode. It is not a feature, and ``predict`` writes it beside each
+            embedding.
         batch_size: Rows of the GLOBAL batch, over all ranks.
         held_out: Share of every class that is never trained on, if there are no held-out files. 0: train on all rows, without validation.
             1: train on none, to validate or predict with a checkpoint.
@@ -226,6 +230,7 @@ class ArrayDataModule(BatchedArrayDataModule):
         val_labels: PathLike | None = None,
         *,
         label: str | None = None,
+        id: str | None = None,
         batch_size: int = 128,
         held_out: float = 0.25,
         seed: int = 0,
@@ -236,8 +241,10 @@ class ArrayDataModule(BatchedArrayDataModule):
         source = str(labels)
         if is_table(features):
             source = f"{features}, column {label or 1}"
-            pairs = self._read_tables(features, labels, val_features, val_labels, label)
+            pairs = self._read_tables(features, labels, val_features, val_labels, label, id)
         else:
+            fix = "Leave it out: embeddings.csv has the number of each row."
+            expect(id is None, "data.init_args.id", expected="none beside arrays", got=id, fix=fix, error=InputError)
             pairs = _load_arrays(features, labels, val_features, val_labels, label)
         (self.features, self.labels), (self.held_out_features, self.held_out_labels) = pairs
         if val_features is None:
@@ -260,13 +267,15 @@ class ArrayDataModule(BatchedArrayDataModule):
         val_features: PathLike | None,
         val_labels: PathLike | None,
         label: str | None,
+        identifier: str | None,
     ) -> tuple[Pair, Pair]:
-        """Return features and labels of the training file and of the held-out file, or the training file again. Set the class names."""
+        """Return features and labels of the training file and of the held-out file, or the training file again. Set the names."""
         beside = [str(path) for path in (labels, val_labels) if path is not None]
         fix = "Name the label's column: data.init_args.label."
         expect(not beside, "labels", expected="a column of the csv", got=", ".join(beside), fix=fix, error=InputError)
-        train = read_table(features, label)
-        held_out = train if val_features is None else read_table(val_features, label)
+        train = read_table(features, label, identifier)
+        held_out = train if val_features is None else read_table(val_features, label, identifier)
+        self.row_ids = train.ids
         self.class_names, (numbers, held_out_numbers) = number_labels(train.labels, held_out.labels)
         return (train.features, numbers), (held_out.features, held_out_numbers)
 

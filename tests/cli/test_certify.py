@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_losses.cli import main, manual
+from tests.processes import ROOT
 
 LOSSES = """
 import torch
@@ -34,6 +35,25 @@ def no_example():
 
 def fails():
     raise ValueError("no data")
+
+
+def takes_rows(embeddings, labels, *, margin, scale=2.0):
+    return embeddings.mean()
+
+
+def a_list():
+    return [torch.nn.MSELoss(), torch.randn(8, 2), torch.randn(8, 2)]
+
+
+def rows_first():
+    return torch.randn(8, 2), torch.nn.MSELoss()
+
+
+class Loss(torch.nn.Module):
+    pass
+
+
+loss = torch.nn.MSELoss()
 """
 
 
@@ -78,28 +98,91 @@ def test_json(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert read["sent"]["gathered_bytes"] == 8 * 8 * 4 * 4
 
 
+TUPLE = "expected a function without arguments that returns a tuple of the loss and an example, got "
+
+
 @pytest.mark.parametrize(
-    ("place", "text"),
+    ("place", "texts"),
     [
-        ("{}", "expected my_module:name"),
-        ("{}:nothing", "expected nothing in"),
-        ("no_such_module:right", "expected a module no_such_module"),
-        ("{}:no_example", "expected a function that returns the loss and its arguments"),
-        ("{}:fails", "ValueError: no data"),
+        ("{}", ["expected my_module:name, got {}", "Write {}:my_function: a colon"]),
+        ("{}.right", ["expected my_module:name", "Write {}:right: a colon"]),
+        ("{}.py:right", ["expected my_module:name", "Write {}:right: a colon"]),
+        ("{}:nothing", ["expected nothing in {}", "Name something that {} defines."]),
+        ("{}:rihgt", ["expected rihgt in {}", "Did you mean {}:right?"]),
+        (
+            "no_such_module:right",
+            ["expected a module no_such_module, got no such module in", "Run the command in the folder of"],
+        ),
+        (
+            "imports_nothing:f",
+            ["expected a module imports_nothing that can be imported", "ModuleNotFoundError: No module named "],
+        ),
+        ("imports_nothing:f", ["imports_nothing.py:2", 'Mend that first: python -c "import imports_nothing"']),
+        ("half_written:f", ["SyntaxError", "(half_written.py, line 1)"]),
+        ("{}:takes_rows", [TUPLE + "{}:takes_rows, which needs the arguments embeddings, labels, margin"]),
+        ("{}:takes_rows", ["return takes_rows, torch.randn(8, 16)", "Then run: ddp-losses certify {}:example"]),
+        ("{}:Loss", [TUPLE + "the class {}:Loss", "return Loss(), torch.randn(8, 16)"]),
+        ("{}:loss", [TUPLE + "an object of class MSELoss", "return loss, torch.randn(8, 16)"]),
+        ("{}:no_example", [TUPLE + "MSELoss", "return torch.nn.CrossEntropyLoss(), torch.randn(8, 16)"]),
+        ("{}:a_list", [TUPLE + "a list of MSELoss, Tensor, Tensor"]),
+        ("{}:rows_first", [TUPLE + "a tuple of Tensor, MSELoss"]),
     ],
 )
-def test_what_cannot_run_has_status_2(
-    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, text: str
+def test_what_cannot_run_says_what_is_expected_and_what_to_do(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, texts: list[str]
 ) -> None:
+    Path("imports_nothing.py").write_text("import torch\nimport no_such_package\n")
+    Path("half_written.py").write_text("def f(:\n")
     assert status_of(monkeypatch, place.format(module)) == 2
-    assert text in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    for text in texts:
+        assert text.format(module) in error, error
+
+
+def test_an_error_of_the_users_function_is_shown_with_its_lines(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, f"{module}:fails") == 2
+    error = capsys.readouterr().err
+    assert "ValueError: no data" in error
+    assert f"{module}.py" in error
+
+
+def test_the_function_of_the_advice_can_be_certified(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(monkeypatch, f"{module}:no_example") == 2
+    lines = capsys.readouterr().err.splitlines()
+    begin = lines.index("  import torch")
+    Path("advised.py").write_text("\n".join(line.removeprefix("  ") for line in lines[begin : begin + 3]))
+    assert status_of(monkeypatch, "advised:example") == 0
+
+
+@pytest.mark.usefixtures("empty_folder")
+@pytest.mark.parametrize("shown_on", ["certificates", "README.md"])
+def test_the_example_of_three_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shown_on: str
+) -> None:
+    text = (ROOT / shown_on).read_text() if shown_on == "README.md" else manual.about()[shown_on]
+    blocks = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def example" in code]
+    (code,) = blocks
+    command, *lines = code.splitlines()
+    assert len([line for line in lines if line]) == 3
+    (file, module, function) = re.fullmatch(r"# (\w+\.py); then: ddp-losses certify (\w+):(\w+)", command).groups()  # type: ignore[union-attr]
+    Path(file).write_text(code)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert status_of(monkeypatch, f"{module}:{function}") == 0
+    assert capsys.readouterr().out.startswith("Right under plain DDP")
+    monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 def test_the_page_and_its_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = manual.find_page(["certificates"])
     assert page is not None
     assert manual.find_page(["certify"]) is not None
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     file = tmp_path / "page.py"
     file.write_text(code)
     exec(compile(code, str(file), "exec"), {})

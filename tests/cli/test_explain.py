@@ -73,7 +73,7 @@ def test_a_fault_has_a_page(fault: str) -> None:
 def test_the_page_of_a_fault_on_a_terminal() -> None:
     text = shown("F24", width=200)
     parts = [
-        "F24: a loss parameter's gradient W times too large",
+        "F24: a loss parameter's gradient N times too large on N ranks",
         "How it shows.",
         "What it does to training.",
         "Found by.",

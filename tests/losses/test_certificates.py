@@ -175,8 +175,17 @@ def test_json_holds_everything() -> None:
 
 def test_targets_that_are_not_ignored_are_an_assumption() -> None:
     x, y = normal(8, C), torch.randint(C, (8,))
-    (assumed,) = certify(nn.CrossEntropyLoss(), x, y).limits
-    assert "no target is ignore_index (-100)" in assumed.why
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=-100)):
+        certificate = certify(loss, x, y)
+        (assumed,) = certificate.limits
+        assert assumed.why.startswith("no target of the example is ignore_index (-100). If some are")
+        # the first line limits itself, and the lines after it say to what
+        headline, path, *_ = str(certificate).splitlines()
+        assert headline.startswith(
+            "Right under plain DDP for ranks with equally many rows, on the path that the example takes:"
+        )
+        assert path == "The verdict is about this path only, and other rows may take another one:"
+    assert "path" not in str(certify(nn.MSELoss(), x, x))
     y[0] = -100
     assert certify(nn.CrossEntropyLoss(), x, y).verdict == COUNTS
 

@@ -74,6 +74,10 @@ _SENTENCES: dict[str, str] = {
     "wrong": "Wrong under plain DDP: the mean over ranks is not the loss of the whole batch.",
     "cannot tell": "Cannot tell whether this loss is right under plain DDP.",
 }
+_RIGHT_ON_A_PATH = (
+    "Right under plain DDP for ranks with equally many rows, on the path that the example takes: "
+    "the loss is a mean over rows."
+)
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,15 @@ class Certificate:
     difference: float | None
 
     def __str__(self) -> str:
-        lines = [_SENTENCES[self.verdict], *_shown(self.reasons)]
+        headline = _RIGHT_ON_A_PATH if self.verdict == "right" and self.limits else _SENTENCES[self.verdict]
+        lines = [headline, *_shown(self.reasons)]
         if self.verdict == "wrong" and self.difference is not None:
             lines.append(f"Two simulated ranks differ from the whole example by {self.difference:.1e} of its size.")
         limits: tuple[Reason, ...] = ()
         if self.verdict.startswith("right"):
             limits = tuple(limit for limit in self.limits if limit not in self.reasons)
         if limits:
-            lines.append("This holds as long as these lines come out as on the example:")
+            lines.append("The verdict is about this path only, and other rows may take another one:")
         return "\n".join([*lines, *_shown(limits), str(self.sent)])
 
     def to_json(self) -> str:

@@ -22,7 +22,7 @@ from lightning_ddp_losses.losses.certificates.lines import Blame
 from lightning_ddp_losses.losses.certificates.memory import KnownTensors
 
 _IGNORED = -100  # torch's default of ignore_index
-_NONE_IGNORED = "no target is ignore_index (-100). With such targets all ranks need equally many others"
+_NONE_IGNORED = "no target of the example is ignore_index (-100). If some are, all ranks need equally many that are not"
 
 
 class Ruled(NamedTuple):
