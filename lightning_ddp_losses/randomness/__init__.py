@@ -14,6 +14,7 @@
 * ``shared_states``: sets the generators of all ranks to the same state
 * ``step``: a step, from its beginning to the comparison at its end
 * ``training_steps``: the steps of a run, with separate generators
+* ``layers``: the layers of a model that drop units
 * ``block``: ``global_randomness``, for custom training loops
 
 To support an operator that draws, add a row in ``whole_draws``. For an operator that keeps rows in place, add a row in ``rules``.
