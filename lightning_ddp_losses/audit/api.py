@@ -197,6 +197,13 @@ def _single_source(**sources: Any) -> Any:
 def _choose_randomness(asked: Any, strategy: Any) -> str:
     """Return the user's option for random numbers, or the strategy's option by default."""
     of_strategy: str = getattr(strategy, "randomness", "rank")
+    expect(
+        of_strategy != "by_row",
+        "audit(strategy=...)",
+        expected="draws that plain torch makes in one process",
+        got="randomness='by_row', whose numbers only exist under the strategy",
+        fix="Audit with randomness='global', which differs from it in the numbers only.",
+    )
     if asked is None:
         return of_strategy
     expect_option("audit(randomness=...)", asked, ("rank", "global", None))

@@ -40,6 +40,7 @@ from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
 from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
+from lightning_ddp_losses.randomness.layers import layers_that_drop
 from lightning_ddp_losses.randomness.step import PlannedRows, beside_the_step
 from lightning_ddp_losses.randomness.training_steps import Places, TrainingSteps
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
@@ -124,13 +125,12 @@ class Recorder:
         """
         held = set(map(id, optimized(optimizers).values()))
         modules = {name: child for name, child in module.named_modules() if name}
-        drops = torch_compat.DROPOUT_TYPES
         self.record.module_info = rank_record.ModuleInfo(
             owners=parameter_owners(module, list(named)),
             unoptimized=[name for name, p in named.items() if p.requires_grad and id(p) not in held],
             module_types={name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
             pair_losses=local_pair_losses(module),
-            dropout=[name for name, m in modules.items() if isinstance(m, drops) and getattr(m, "p", False)],
+            dropout=layers_that_drop(module),
             optimizers=[type(optimizer).__name__ for optimizer in optimizers],
             unit=unit_roundoff(module, further["precision"]),
             products=product_choices(module),

@@ -241,7 +241,7 @@ class BatchCheck(RankCheck, default=True):
         if self._has_no_pairs:
             self._find_missing_pairs()
         random_state = 0
-        draws_globally = getattr(trainer.strategy, "randomness", "rank") == "global"
+        draws_globally = getattr(trainer.strategy, "randomness", "rank") != "rank"
         if self.runner.step < RANDOM_STEPS and not draws_globally:
             random_state = state_of_draws()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect_option
 from lightning_ddp_losses.randomness.step import RandomStep, active_step, rows_in
 
 
 @contextmanager
-def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> Iterator[None]:
+def global_randomness(
+    rows: Any, *, row_dim: int = 0, group: Group = None, randomness: Literal["global", "by_row"] = "global"
+) -> Iterator[None]:
     """Draw the same random numbers inside the block as one process with the rows of all ranks.
 
     A draw with rows draws the numbers of all rows on every rank, in rank order, and keeps the numbers of this rank's rows. Dropout thus
@@ -36,13 +38,17 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
         rows: The batch of this rank: a tensor, or a nest of tensors with rows.
         row_dim: Dimension of the rows in the batch.
         group: Process group. None is the world.
+        randomness: ``"global"``: each rank draws for all rows. ``"by_row"``: each rank draws for its own rows only. The numbers of a row
+            are then different from those of plain torch, and depend on its index among all rows, not on the number of ranks: the block on
+            W ranks is equivalent to the same block in one process. (``multinomial`` and orders of rows are drawn for all rows.)
 
     Gradient: run forward, loss and backward inside the block. Activation checkpointing draws again in backward, which outside the block
         would yield different numbers.
 
     Communication: one handshake when the block begins and one when it ends. One more each if generators are in different states, such as
         after a step in which a rank had zero rows. For each ``x[order]`` a handshake and a gather of all rows, and an exchange of the same
-        size in backward. None in a world of one, where the block has no effect.
+        size in backward. None in a world of one, where the block only has an effect with
+        ``randomness="by_row"``.
 
     Raises:
         ConfigurationError: on every rank, for an operator whose numbers cannot be drawn row by row (fused attention with dropout,
@@ -65,11 +71,13 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
     """
     outer = active_step()
     is_inner = outer is not None and outer.takes_blocks
-    if is_inner or process_groups.world_size(group) == 1:
+    expect_option("global_randomness: randomness", randomness, ("global", "by_row"))
+    by_row = randomness == "by_row"
+    if is_inner or (process_groups.world_size(group) == 1 and not by_row):
         rows_in(rows, row_dim)
         yield
         return
-    step = RandomStep(rows, row_dim=row_dim, group=group)
+    step = RandomStep(rows, row_dim=row_dim, group=group, by_row=by_row)
     with handshake.raising_on_all_ranks("the block of global_randomness", group=group), step.active():
         yield
     step.end()

@@ -24,7 +24,13 @@ from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.row_sizes import OtherSize, RowCount, RowSizes
 from lightning_ddp_losses.randomness.shared_states import generators_put_back
 from lightning_ddp_losses.randomness.twin_table import NO_TWIN, TwinTable, map_call
-from lightning_ddp_losses.randomness.whole_draws import CannotDrawError, draw_own_part, draws_numbers, operator_name
+from lightning_ddp_losses.randomness.whole_draws import (
+    CannotDrawError,
+    Draw,
+    draw_own_part,
+    draws_numbers,
+    operator_name,
+)
 
 _TWIN = Rows(2, 0, 2)
 _NOT_TWICE = {
@@ -67,10 +73,11 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
     Args:
         rows: Rows of this rank among the rows of all ranks.
         orders: Draws orders of rows. None if rows cannot be exchanged.
+        draw_part: Draws this rank's part of a draw with rows.
     """
 
-    def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
-        super().__init__(_TWIN, orders)
+    def __init__(self, rows: Rows, orders: RowOrders | None = None, draw_part: Draw = draw_own_part) -> None:
+        super().__init__(_TWIN, orders, draw_part)
         self._own_rows = rows
         self._twins = TwinTable()
         self._sizes = OneRowSizes(self.mark_of_own, rows.local, self.run_call)
@@ -295,7 +302,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         args, kwargs = map_call(replace, args), map_call(replace, kwargs)
         assert draw.place is not None
         try:
-            result = draw_own_part(func, args, kwargs, draw.place, self._own_rows)
+            result = self._draw_part(func, args, kwargs, draw.place, self._own_rows)
         except CannotDrawError as error:
             self.refuse(f"{draw.name} at {line}", error.got, error.fix)
             return func(*args, **kwargs)

@@ -118,6 +118,11 @@ def _rows_apart(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
     return tensor.as_strided(shape, strides)
 
 
+def rows_first(tensor: Tensor, place: RowPlace, rows: int) -> Tensor:
+    """Return a view with the rows in dimension 0, followed by all other dimensions. Blocks and entries of a row are dimensions, too."""
+    return _rows_apart(tensor, place, rows).movedim(place.dim + 1, 0)
+
+
 def _at(place: RowPlace, order: Sequence[int]) -> tuple[Any, ...]:
     """Return the index of rows in the result of ``_rows_apart``."""
     return (*[slice(None)] * (place.dim + 1), list(order))

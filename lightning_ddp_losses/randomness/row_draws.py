@@ -30,6 +30,7 @@ from lightning_ddp_losses.randomness.state_watch import StateWatch
 from lightning_ddp_losses.randomness.twin_table import map_call
 from lightning_ddp_losses.randomness.whole_draws import (
     CannotDrawError,
+    Draw,
     draw_own_part,
     draws_numbers,
     operator_name,
@@ -50,6 +51,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         rows: Rows of this rank among the rows of all ranks.
         orders: Draws orders of rows. None if rows cannot be exchanged.
+        draw_part: Draws this rank's part of a draw with rows.
 
     Attributes:
         notes: The draws so far.
@@ -57,8 +59,9 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         sharing: Whether draws are declared to be equal for all rows.
     """
 
-    def __init__(self, rows: Rows, orders: RowOrders | None = None) -> None:
+    def __init__(self, rows: Rows, orders: RowOrders | None = None, draw_part: Draw = draw_own_part) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._draw_part = draw_part
         self._rows = rows
         self._orders = orders
         self._table = RowTable()
@@ -408,7 +411,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place is None:
             return func(*args, **kwargs)
         try:
-            return draw_own_part(func, args, kwargs, place, self._rows)
+            return self._draw_part(func, args, kwargs, place, self._rows)
         except CannotDrawError as error:
             self.refuse(f"{operator_name(func)} at {line}", error.got, error.fix)
             return func(*args, **kwargs)

@@ -316,6 +316,17 @@ def _of_first_dim(argument: str, *without: int) -> Rule:
     return rule
 
 
+def _recurrent(call: OperatorCall) -> Places:
+    """A layer of an LSTM in one kernel: inputs ``(T, B, E)``, states ``(..., B, H)``, and memory for backward."""
+    states = [call.values["hx_"], call.values["cx_"]]
+    others = {id(state): RowPlace(state.ndim - 2) for state in states if id(state) in call.places}
+    expected = {id(call.values["input"]): RowPlace(1), **others}
+    if dict(call.places) != expected:
+        raise LostRowsError
+    new_states = call.outputs[1:-1]
+    return [RowPlace(1), *[RowPlace(state.ndim - 2) for state in new_states], None]
+
+
 def _pooled(call: OperatorCall) -> Places:
     """The last two dimensions are spatial, preceded by rows and channels."""
     place = call.needed_place("self")
@@ -440,6 +451,7 @@ _RULES: dict[str, Rule] = {
     **_table(_product("batch1", "batch2"), "baddbmm"),
     **_table(_of_first_dim("input"), "convolution", "native_group_norm"),
     **_table(_of_first_dim("input", 1, 2, 3, 4), "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
+    **_table(_recurrent, "mkldnn_rnn_layer"),
     **_table(_pooled, "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d"),
     **_table(_pooled, "upsample_nearest2d", "upsample_bilinear2d", "reflection_pad2d", "replication_pad2d"),
     **_table(_layer_norm, "native_layer_norm"),

@@ -21,9 +21,11 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMism
 from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, users_line
 from lightning_ddp_losses.randomness.one_row import OneRowDraws
 from lightning_ddp_losses.randomness.places import WITHOUT_ROWS, Mark, RowPlace, Rows
+from lightning_ddp_losses.randomness.row_blocks import draw_own_blocks
 from lightning_ddp_losses.randomness.row_draws import RowDraws
 from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.shared_states import DIGEST_BYTES, digest_of, own_states, take_states_
+from lightning_ddp_losses.randomness.whole_draws import draw_own_part
 
 _COUNT = struct.Struct("<q")
 _HAS_REFUSAL = struct.Struct("<?")
@@ -60,6 +62,7 @@ class RandomStep:
         group: Process group. None is the world.
         planned: The position of the rows in a larger batch. If None, the larger batch is the concatenation of the ranks' batches.
         takes_blocks: Whether an inner block is treated as part of this step instead of raising an error.
+        by_row: Whether each rank draws for its own rows only.
 
     Raises:
         InputError: on every rank, for a batch without rows or whose tensors have different numbers of rows.
@@ -76,6 +79,7 @@ class RandomStep:
         group: Group = None,
         planned: PlannedRows | None = None,
         takes_blocks: bool = False,
+        by_row: bool = False,
     ) -> None:
         self._group = group
         self.takes_blocks = takes_blocks
@@ -86,7 +90,7 @@ class RandomStep:
                 raise InputError(f"{_TITLE}: rows", expected=f"{len(planned.order)} of them", got=local)
         states = own_states()
         payload = _COUNT.pack(local) + digest_of(states)
-        payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim}, payload, group=group)
+        payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim, "by_row": by_row}, payload, group=group)
         self._counts = [_COUNT.unpack_from(each)[0] for each in payloads]
         if len({each[_COUNT.size :] for each in payloads}) > 1:
             take_states_(states, 0, process_groups.rank(group) == 0, group)
@@ -98,7 +102,8 @@ class RandomStep:
             rows = Rows(local, 0, planned.total, planned.order)
             can_exchange = planned.is_whole and len(self._counts) == 1
         orders = RowOrders(rows, group) if can_exchange else None
-        self._draws = OneRowDraws(rows, orders) if local == 1 else RowDraws(rows, orders)
+        kind = OneRowDraws if local == 1 else RowDraws
+        self._draws = kind(rows, orders, draw_own_blocks if by_row else draw_own_part)
         for tensor in inputs.tensors_in(batch):
             if tensor.ndim > row_dim:
                 self._draws.mark(tensor, Mark(RowPlace(row_dim)))

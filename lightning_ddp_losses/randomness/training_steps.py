@@ -26,14 +26,17 @@ class TrainingSteps:
 
     Args:
         takes_blocks: Whether ``global_randomness`` inside a step is treated as part of the step instead of raising an error.
+        by_row: Whether each rank draws for its own rows only. The numbers are then different from those of plain torch, in a world of one
+            too.
 
     Attributes:
         states: States of the steps' generators between steps. Empty until they are seeded.
     """
 
-    def __init__(self, *, takes_blocks: bool = False) -> None:
+    def __init__(self, *, takes_blocks: bool = False, by_row: bool = False) -> None:
         self.states: dict[str, Tensor] = {}
         self._takes_blocks = takes_blocks
+        self._by_row = by_row
         self._step: RandomStep | None = None  # until its backward
         self._are_in = False
 
@@ -64,10 +67,10 @@ class TrainingSteps:
         with self._generators():
             self._end()  # ends a previous step without backward
             is_whole = planned is None or planned.is_whole
-            if process_groups.world_size() == 1 and is_whole:
+            if process_groups.world_size() == 1 and is_whole and not self._by_row:
                 yield
                 return
-            self._step = RandomStep(batch, planned=planned, takes_blocks=self._takes_blocks)
+            self._step = RandomStep(batch, planned=planned, takes_blocks=self._takes_blocks, by_row=self._by_row)
             for tensor, dim in places:
                 self._step.mark(tensor, dim)
             with self._step.active():

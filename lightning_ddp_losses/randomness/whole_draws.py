@@ -9,7 +9,7 @@ mixes rows of all ranks (``randperm``). Such operators raise an error that names
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -54,6 +54,15 @@ def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     Raises:
         CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
     """
+    return draw_of(function, args, place)(function, args, kwargs, place, rows)
+
+
+def draw_of(function: Any, args: tuple[Any, ...], place: RowPlace) -> Draw:
+    """Return how an operator is drawn for the rows of all ranks.
+
+    Raises:
+        CannotDrawError: for an operator for which this is impossible.
+    """
     name = operator_name(function)
     draw = _DRAWS.get(name)
     if draw is None and name.endswith("_") and not any(isinstance(value, Tensor) for value in args[1:]):
@@ -61,7 +70,7 @@ def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     is_among_rows = name == "multinomial" and place.dim == args[0].ndim - 1
     if draw is None or is_among_rows:
         raise CannotDrawError(name)
-    return draw(function, args, kwargs, place, rows)
+    return draw
 
 
 def operator_name(function: Any) -> str:
@@ -76,6 +85,17 @@ def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if argument.name == "size":
             return list(args[index] if index < len(args) else kwargs["size"])
     return None
+
+
+def with_size(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operator without tensor arguments, with another shape to draw."""
+    schema = torch_compat.operator_schema(function)
+    index = [argument.name for argument in schema.arguments].index("size")
+    if index < len(args):
+        return (*args[:index], shape, *args[index + 1 :]), kwargs
+    return args, {**kwargs, "size": shape}
 
 
 _NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, although it does not draw
@@ -161,13 +181,9 @@ def _like(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: R
 
 def _of_shape(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
     """Draw a given shape: ``rand``, ``randn``, ``randint``, ``normal``."""
-    schema = torch_compat.operator_schema(function)
-    index = [argument.name for argument in schema.arguments].index("size")
-    if index < len(args):
-        shape = whole_shape(args[index], place, rows.total)
-        args = (*args[:index], shape, *args[index + 1 :])
-    else:
-        kwargs = {**kwargs, "size": whole_shape(kwargs["size"], place, rows.total)}
+    shape = shape_drawn(function, args, kwargs)
+    assert shape is not None
+    args, kwargs = with_size(function, args, kwargs, whole_shape(shape, place, rows.total))
     return own_part(function(*args, **kwargs), place, rows).clone()
 
 

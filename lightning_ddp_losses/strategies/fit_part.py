@@ -48,7 +48,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "use_global_sampler": (True, False),
     "evaluation": ("exact", "padded"),
     "uneven": ("error", "join", "stop"),
-    "randomness": ("rank", "global"),
+    "randomness": ("rank", "global", "by_row"),
 }
 _MAY_DIFFER = ("timeout", "start_method")  # the timeout and the start method do not change gradients
 _NEED_LOSSES = {

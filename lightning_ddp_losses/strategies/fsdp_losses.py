@@ -161,7 +161,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         use_global_sampler: bool = False,
         evaluation: Literal["exact", "padded"] = "exact",
         uneven: Literal["error", "join", "stop"] = "error",
-        randomness: Literal["rank", "global"] = "rank",
+        randomness: Literal["rank", "global", "by_row"] = "rank",
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,

@@ -42,6 +42,7 @@ from lightning_ddp_losses.distributed.ledger import Ledger
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed
+from lightning_ddp_losses.randomness.layers import layers_that_drop
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds, name_module
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
@@ -50,7 +51,7 @@ from lightning_ddp_losses.strategies.interruptions import Interruptions
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds, named_tensors
 from lightning_ddp_losses.strategies.loss_forward import Adoption, CallCheck, LossCalls, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ModelReduction, ReducedParameters
-from lightning_ddp_losses.strategies.randomness import StepRandomness
+from lightning_ddp_losses.strategies.randomness import DropoutNote, StepRandomness
 from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.shards import Shards
 from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows
@@ -69,6 +70,7 @@ PARTS: tuple[type[FitPart], ...] = (
     LightningWindows,
     Interruptions,
     StepRandomness,
+    DropoutNote,
 )
 """Features of any strategy, in the order of their hook calls."""
 
@@ -217,6 +219,7 @@ class LossParallelism(Fit):
         }
         facts.update({f"strategy option {name}": value for name, value in self.options.texts.items()})
         facts.update({f"Trainer({name})": repr(getattr(trainer, name, None)) for name in _TRAINER_OPTIONS})
+        facts["layers that drop"] = ", ".join(layers_that_drop(self.module))
         facts.update({f"loss {loss.name}": _describe_loss(loss.module) for loss in self.found})
         compare_names(self.module, {name: " ".join(value.split()) for name, value in facts.items()})
 

@@ -94,6 +94,26 @@ def test_weights_are_those_of_one_process(world_size: int, split: str) -> None:
         assert difference(weights, one_process(name, sizes)) < 1e-9, name
 
 
+@each_rank(2)
+def test_models_in_single_precision() -> None:
+    """Other operators run there, such as a whole layer of an LSTM in one kernel."""
+    for name in CASES:
+        x = batches([6])[0].float()
+        model = make(name).float()
+        torch.manual_seed(7)
+        numpy.random.seed(7)
+        random.seed(7)
+        expected = model(x)
+        torch.manual_seed(7)
+        numpy.random.seed(7)
+        random.seed(7)
+        own = own_rows(x, (4, 2))
+        with global_randomness(rows=own):
+            found = model(own)
+            found.sum().backward()
+        torch.testing.assert_close(found, own_rows(expected, (4, 2)), rtol=1e-4, atol=1e-5, msg=name)
+
+
 def train_with_batch_norm(splits: list[tuple[int, ...]] | None) -> list[Tensor]:
     """Dropout behind a batch norm, which on ranks is the exact one: its exchanges are no part of the step's draws."""
     torch.manual_seed(3)

@@ -120,13 +120,14 @@ def fit(
     load: str | None = None,
     window: int = 1,
     strategy: str = "ddp",
+    randomness: str = "global",
     **kind: Any,
 ) -> dict[str, Tensor]:
     """Train on the ranks of this group. Return the weights."""
     module = Module(name, **kind)
     torch.manual_seed(SEED)
     callbacks = [] if kill is None else [Kill("on_train_batch_end", kill, path)]
-    made = STRATEGIES[strategy](randomness="global")
+    made = STRATEGIES[strategy](randomness=randomness)
     trainer = make_trainer(made, max_epochs=EPOCHS, callbacks=callbacks, accumulate_grad_batches=window)
     with contextlib.suppress(Killed):
         trainer.fit(module, ckpt_path=load)

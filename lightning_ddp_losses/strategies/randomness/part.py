@@ -1,4 +1,4 @@
-"""`StepRandomness`: ``randomness="global"``, where dropout and noise of W ranks are those of one process.
+"""`StepRandomness`: ``randomness="global"`` and ``"by_row"``, where dropout and noise of W ranks are those of one process.
 
 Training steps draw from generators that nothing else draws from (``TrainingSteps``). They begin with the run's seed, are put in for
 ``training_step`` and for its backward, and are in the checkpoint. So a run that resumes on another number of ranks continues with the
@@ -22,7 +22,7 @@ import torch
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.randomness.training_steps import TrainingSteps
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
 STEP_STATES = "step_random_states"
 """Key of a checkpoint."""
@@ -33,12 +33,15 @@ _SEED = struct.Struct("<Q")
 class StepRandomness(FitPart):
     """Draws in each training step what one process draws."""
 
-    needs = ("randomness", "global")
-
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        self._steps = TrainingSteps()
+        self._steps = TrainingSteps(by_row=fit.options.randomness == "by_row")
         self._batch: Any = None
+
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether training steps draw as one process."""
+        return options.randomness != "rank"
 
     def on_train_start(self) -> None:
         """Seed the generators of the steps, if no checkpoint did.
