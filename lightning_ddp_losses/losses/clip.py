@@ -57,8 +57,8 @@ class ClipLoss(TwoTowerLoss):
             the gradient of a product is two bfloat16 numbers, rounded by 2^-17. ``"bf16x3"`` and ``"bf16x6"`` are for rows of float32: each
             product is the sum of three products of bfloat16 numbers, rounded by 2^-17, or of six, which are as exact as float32. Both are
             float32 on devices without products of bfloat16 into float32, such as the CPU, where no gradient is rounded. ``"auto"``: bf16
-            if both towers are bfloat16, otherwise float32. It is never less exact than torch with the same rows, whose gradients are 2 to
-            100 times further from float64 (``tests/losses/test_products_beside_torch.py``). float64 stays float64.
+            if both towers are bfloat16, otherwise float32. It is never less exact than torch with the same rows, whose gradients are at
+            least twice as far from float64 if it computes in bfloat16. float64 stays float64.
         compile_tiles: How to compute the parts of a tile other than its products. False: torch's operators. ``"auto"``: a hand-written
             kernel if every rank has an NVIDIA GPU and triton, which is installed with torch, and there are at least 2^24 products (4,096
             rows against 4,096) in float32, otherwise torch's operators. The first call tries the kernel on all ranks. If it fails on any
