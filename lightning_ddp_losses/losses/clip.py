@@ -138,18 +138,21 @@ class ClipLoss(TwoTowerLoss):
         return value
 
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
-        run(clip_stats, products, factors, products.shape[1], False)
-        if call.trained:
-            of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
-            options = call.term_count, False, call.sums_logits(True)
-            run(clip_terms, products, factors, of_rows, of_columns, of_rows, *options)
+        for keeps in call.kept_on_ranks():
+            run(clip_stats, products, factors, products.shape[1], keeps)
+            if call.trained:
+                of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
+                options = call.term_count, keeps, call.sums_logits(True)
+                run(clip_terms, products, factors, of_rows, of_columns, of_rows, *options)
 
 
 def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) -> Any:
     """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its leading columns. Own pairs are excluded.
 
+    The third result are the logits if ``keep``, otherwise None. Those of own pairs are replaced.
+
     Args:
-        products: (T, C). Overwritten: with the logits if ``keep``, otherwise with arbitrary values.
+        products: (T, C). Overwritten.
         factors: Factors of the products.
         text_count: The number of leading columns that are texts.
         keep: True if the logits are used again.
@@ -160,7 +163,7 @@ def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) 
     if text_count:
         of_texts = logits if text_count == logits.shape[1] else logits[:, :text_count]
         of_columns = max_and_sum_exp(of_texts.t(), keep=True)
-    return max_and_sum_exp(logits, keep=keep), of_columns
+    return max_and_sum_exp(logits, keep=keep), of_columns, logits if keep else None
 
 
 def clip_terms(
@@ -187,7 +190,11 @@ def clip_terms(
         are_logits: True if ``products`` already contains logits.
         sums_logits: True if the sums of logits times their gradient are required.
     """
-    logits = products if are_logits else factors.logits(products)
+    logits = products
+    if not are_logits:
+        logits = factors.logits(products)
+    elif torch.compiler.is_compiling():
+        logits = products.clone()
     grad = (logits - row_lse.unsqueeze(1)).exp_()
     if column_lse is not None:
         differences = logits - column_lse if sums_logits else logits.sub_(column_lse)
@@ -295,12 +302,11 @@ def _stats_of_one_tile(
 ) -> tuple[LogSumExp, Tensor, Tensor | None]:
     """Return the result of ``_stats_of_tiles`` for a single tile, and its logits if backward needs them, so that it is computed once."""
     block = call.gathered_block()
-    keeps = call.trained and not call.takes_masks
     tile, products = next(call.tiles(block, scale))
-    of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
+    of_rows, of_columns, logits = call.run(clip_stats, products, tile.factors, tile.text_count, call.trained)
     if mean_column is not None:
         _add_mean_column_(call, block, mean_column)
-    return LogSumExp(*of_rows), torch.stack(of_columns, 1), products if keeps else None
+    return LogSumExp(*of_rows), torch.stack(of_columns, 1), logits
 
 
 def _stats_of_tiles(
@@ -321,7 +327,7 @@ def _stats_of_tiles(
     def visit(block: ColumnBlock) -> Tensor:
         column_lse = RunningLogSumExp(block.text_count, scale)
         for tile, products in call.tiles(block, scale):
-            of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, False)
+            of_rows, of_columns, _ = call.run(clip_stats, products, tile.factors, tile.text_count, False)
             row_lse.add_piece(of_rows, tile.rows.start)
             if of_columns is not None:
                 column_lse.add_piece(of_columns, tile.columns.start)

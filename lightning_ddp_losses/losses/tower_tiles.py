@@ -244,9 +244,17 @@ class TowerCall:
         has_kernels = self.compiler is not None and not self.takes_masks
         tile_bytes = self.plan.kernel_tile_bytes if has_kernels else self.plan.tile_bytes
         self.tile_entries = tile_bytes // self.plan.dtype.itemsize
+        self.is_one_tile = self._is_one_tile(rows)
+
+    def _is_one_tile(self, rows: int) -> bool:
+        """Return whether a single tile contains all products of a rank with so many images."""
         height, width = tile_shape(rows, self.tile_entries)
         is_one_block = self.ring is None and self.queue is None
-        self.is_one_tile = is_one_block and 0 < rows <= height and 0 < self.width <= width
+        return is_one_block and 0 < rows <= height and 0 < self.width <= width
+
+    def kept_on_ranks(self) -> list[bool]:
+        """Return whether a rank keeps its only tile: one value, or two if ranks differ. Equal on all ranks."""
+        return sorted({self.trained and self._is_one_tile(rows) for rows in self.text_counts})
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a tile, in compiled form or through its kernel if there is a compiler."""

@@ -331,7 +331,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _rehearse(self, compiler: TileCompiler, call: TowerCall, numbers: list[Tensor]) -> None:
         """Compile the functions of forward and backward. Collective."""
         like = call.images.rows.new_empty(0, dtype=numbers[0].dtype)
-        kind = (str(like.dtype), like.device.type, call.form, call.term_count, call.plan.normalize, call.trained)
+        of_rows = str(like.dtype), like.device.type, call.form, call.term_count, call.plan.normalize
+        kind = (*of_rows, call.trained, *call.kept_on_ranks())
 
         def rehearsal(run: Callable[..., Any]) -> None:
             # a tile for which the functions take the same branches

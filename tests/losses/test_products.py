@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,12 +22,13 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.audit.recorder import product_choices, unit_roundoff
-from lightning_ddp_losses.losses import products, two_towers
+from lightning_ddp_losses.losses import products, tile_compiler, two_towers
 from lightning_ddp_losses.losses.products import LogSumExp, RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import graded, joined, own
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
+from tests.tensor_cores import multiplying_bf16
 
 ROWS, DIM, CLASSES = 60, 24, 9
 SIZES = {1: [60], 2: [23, 37], 3: [31, 0, 29]}
@@ -200,42 +200,19 @@ def test_queue_and_further_negatives() -> None:
 NUMBERS = {"auto": (1, 1), "bf16": (1, 1), "bf16x2": (1, 2), "bf16x3": (3, 3), "bf16x6": (6, 6)}
 
 
-@contextlib.contextmanager
-def multiplying_bf16() -> Iterator[list[torch.Size]]:
-    """A device that multiplies bf16 into float32 itself; yields the shapes of the left operands."""
-    calls: list[torch.Size] = []
-    plain_mm, plain_addmm = torch.mm, torch.addmm
-
-    def mm(left: Tensor, right: Tensor, *, out_dtype: Any = None, out: Tensor | None = None) -> Tensor:
-        if out_dtype is None:
-            return plain_mm(left, right, out=out)
-        assert (left.dtype, right.dtype, out_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-        calls.append(left.shape)
-        return plain_mm(left.float(), right.float(), out=out)
-
-    def addmm(sums: Tensor, left: Tensor, right: Tensor, *, out_dtype: Any = None, **options: Any) -> Tensor:
-        if out_dtype is None:
-            return plain_addmm(sums, left, right, **options)
-        assert (left.dtype, right.dtype, sums.dtype, out_dtype) == (*[torch.bfloat16] * 2, *[torch.float32] * 2)
-        calls.append(left.shape)
-        return plain_addmm(sums, left.float(), right.float(), **options)
-
-    with (
-        mock.patch.object(products, "multiplies_into_float32", return_value=True),
-        mock.patch.multiple(torch, mm=mm, addmm=addmm),
-    ):
-        yield calls
-
-
+@pytest.mark.parametrize("compile_tiles", [False, True])
 @pytest.mark.parametrize("choice", NUMBERS)
 @pytest.mark.parametrize(("kind", "in_forward"), [(SigLipLoss, True), (ClipLoss, False)])
-def test_each_number_of_a_gradient_is_multiplied(kind: Callable[..., nn.Module], in_forward: bool, choice: str) -> None:
-    """For each tower; the logits are one product of longer rows; SigLIP's gradient needs no second look at its tile."""
+def test_each_number_of_a_gradient_is_multiplied(
+    kind: Callable[..., nn.Module], in_forward: bool, choice: str, compile_tiles: bool
+) -> None:
+    """For each tower; the logits are one product of longer rows; the only tile is not computed twice, compiled or not."""
     inner, number = NUMBERS[choice]
     dtype = torch.float32 if inner > 1 else torch.bfloat16
     images, texts = (tensor.to(dtype).requires_grad_() for tensor in towers_of_all_ranks("bf16"))
-    with multiplying_bf16() as calls:
-        value = kind(products=choice)(images, texts)
+    as_it_is = mock.patch.object(tile_compiler, "compiled", lambda function: function)
+    with multiplying_bf16() as calls, as_it_is:
+        value = kind(products=choice, compile_tiles=compile_tiles)(images, texts)
         assert len(calls) == (1 + 2 * number if in_forward else 1)
         value.backward()
     assert sorted(calls) == sorted([(ROWS, inner * DIM), *[(ROWS, ROWS)] * (2 * number)])
@@ -309,6 +286,7 @@ def test_parts_of_bf16_rows_are_the_rows() -> None:
                 torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own inductor
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_compiled_gradient_has_the_same_numbers(number: int) -> None:
     """The compiler keeps what is left of each rounding."""

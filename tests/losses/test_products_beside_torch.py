@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, SigLipLoss
-from tests.losses.test_products import multiplying_bf16
+from tests.tensor_cores import multiplying_bf16
 
 ROWS, DIM = 384, 48
 KINDS = ("random", "cone", "trained", "unit")

@@ -117,7 +117,9 @@ def siglip_tile(
     return losses, sums["row_grads"].sum(0), logit_sums, _written(products, terms)
 
 
-def clip_stats(products: Tensor, factors: Any, text_count: int, keep: bool) -> tuple[LogSumExp, LogSumExp | None]:
+def clip_stats(
+    products: Tensor, factors: Any, text_count: int, keep: bool
+) -> tuple[LogSumExp, LogSumExp | None, Tensor | None]:
     """Launch ``clip.clip_stats``."""
     stats = _of_rows(products, "row_maxima", "row_sums")
     if text_count:
@@ -128,7 +130,8 @@ def clip_stats(products: Tensor, factors: Any, text_count: int, keep: bool) -> t
     of_columns = None
     if text_count:
         of_columns = LogSumExp.merged(stats["column_maxima"], stats["column_sums"])
-    return LogSumExp.merged(stats["row_maxima"], stats["row_sums"]), of_columns
+    of_rows = LogSumExp.merged(stats["row_maxima"], stats["row_sums"])
+    return of_rows, of_columns, products if keep else None
 
 
 def clip_terms(
