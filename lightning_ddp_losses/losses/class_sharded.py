@@ -54,6 +54,7 @@ from lightning_ddp_losses.losses.products import (
     ProductChoice,
     aligned_columns,
     refuse_products,
+    rounds_rows,
     tile_budget,
 )
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
@@ -101,10 +102,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             classes in the batch.
         unbiased: Weight the sampled negatives by the inverse of their probability.
         products: Form of the products of embeddings and weight, if logits are one number times cosines (ArcFace, CosFace, NormalizedSoftmax
-            with one center per class). ``"float32"``. ``"bf16"``: on tensor cores, into float32. Embeddings and weight rows that are not
-            bfloat16 are rounded by 2^-9, except for the targets' logits. ``"auto"``: bf16 if both are bfloat16, otherwise float32.
-            Except with ``"float32"``, the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
-            ``predict`` are float32.
+            with one center per class), as in ``ClipLoss``. ``"float32"``. ``"bf16"``: on tensor cores, into float32. Embeddings and
+            weight rows that are not bfloat16 are rounded by 2^-9, except for the targets' logits, and the gradient of a product as well.
+            ``"bf16x2"``: the gradient of a product is rounded by 2^-17. ``"bf16x3"`` and ``"bf16x6"``: rows and gradients are rounded by
+            2^-17, or not more than in float32. ``"auto"``: bf16 if both are bfloat16, otherwise float32. float64 stays float64.
+            ``get_logits`` and ``predict`` are float32.
         compile_tiles: How to compute the elementwise part of a chunk of classes, if logits are cosines times numbers, with one center per
             class. ``"auto"``: hand-written kernels if every rank has an NVIDIA GPU and triton, and there are at least 2^24 logits on
             average per rank (not measured), otherwise torch's operators. False: torch's operators. True: ``torch.compile``. All ranks
@@ -185,7 +187,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         refuse_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
         refuse_products(self._title, products)
         expect(
-            products != "bf16" or self._head.is_one_product,
+            products in ("float32", "auto") or self._head.is_one_product,
             f"{self._title}: products",
             expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
             got=repr(products),
@@ -488,9 +490,10 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             log_weight,
             has_all=self._sharded.world_size == 1,
         )
-        if plan.form == "bf16":
+        if rounds_rows(plan.form):
             rows = Operand.prepare(embeddings, plan.form, normalize=self.loss.distance.normalize_embeddings)
-        return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, compiler, gradient)
+        groups = self._group, self._replica_group
+        return ShardedSoftmax(self._head, classes, penalty, *groups, plan.form, rows, compiler, gradient)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class

@@ -30,7 +30,8 @@ from lightning_ddp_losses.losses.products import (
     max_and_sum_exp,
     part_of,
 )
-from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall
+from lightning_ddp_losses.losses.tile_results import TileResults
+from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall, grad_of_scale
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 
 
@@ -50,10 +51,14 @@ class ClipLoss(TwoTowerLoss):
         tile_bytes: Size of the products in memory at a time. If None, 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on. In addition to its own rows, a
             rank then holds two ranks' texts at a time, and the gradients of three in backward.
-        products: How rows are multiplied. ``"float32"``, or ``"bf16"`` on tensor cores, into float32. For towers that return bfloat16
-            (autocast), bf16 is exact except for the order of summation. Rows of float32 are rounded by 2^-9. ``"auto"``: bf16 if both
-            towers are bfloat16, otherwise float32. Except with ``"float32"``, the gradient of a product is rounded by 2^-17. float64 stays
-            float64.
+        products: How rows are multiplied. ``"float32"``, or a form that uses tensor cores, with sums in float32. ``"bf16"``: rows are
+            multiplied as bfloat16, which rounds rows of float32 by 2^-9 and rows of bfloat16 not at all. The gradient of a product is one
+            bfloat16 number, rounded by 2^-9, except for the gradients of scale and bias, which are not rounded. ``"bf16x2"``: the same, but
+            the gradient of a product is two bfloat16 numbers, rounded by 2^-17. ``"bf16x3"`` and ``"bf16x6"`` are for rows of float32: each
+            product is the sum of three products of bfloat16 numbers, rounded by 2^-17, or of six, which are as exact as float32. Both are
+            float32 on devices without products of bfloat16 into float32, such as the CPU, where no gradient is rounded. ``"auto"``: bf16
+            if both towers are bfloat16, otherwise float32. It is never less exact than torch with the same rows, whose gradients are at
+            least twice as far from float64 if it computes in bfloat16. float64 stays float64.
         compile_tiles: How to compute the parts of a tile other than its products. False: torch's operators. ``"auto"``: a hand-written
             kernel if every rank has an NVIDIA GPU and triton, which is installed with torch, and there are at least 2^24 products (4,096
             rows against 4,096) in float32, otherwise torch's operators. The first call tries the kernel on all ranks. If it fails on any
@@ -133,17 +138,21 @@ class ClipLoss(TwoTowerLoss):
         return value
 
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
-        run(clip_stats, products, factors, products.shape[1], False)
-        if call.trained:
-            of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
-            run(clip_terms, products, factors, of_rows, of_columns, of_rows, call.splits, False)
+        for keeps in call.kept_on_ranks():
+            run(clip_stats, products, factors, products.shape[1], keeps)
+            if call.trained:
+                of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
+                options = call.term_count, keeps, call.sums_logits(True)
+                run(clip_terms, products, factors, of_rows, of_columns, of_rows, *options)
 
 
 def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) -> Any:
     """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its leading columns. Own pairs are excluded.
 
+    The third result are the logits if ``keep``, otherwise None. Those of own pairs are replaced.
+
     Args:
-        products: (T, C). Overwritten: with the logits if ``keep``, otherwise with arbitrary values.
+        products: (T, C). Overwritten.
         factors: Factors of the products.
         text_count: The number of leading columns that are texts.
         keep: True if the logits are used again.
@@ -154,7 +163,7 @@ def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) 
     if text_count:
         of_texts = logits if text_count == logits.shape[1] else logits[:, :text_count]
         of_columns = max_and_sum_exp(of_texts.t(), keep=True)
-    return max_and_sum_exp(logits, keep=keep), of_columns
+    return max_and_sum_exp(logits, keep=keep), of_columns, logits if keep else None
 
 
 def clip_terms(
@@ -163,10 +172,13 @@ def clip_terms(
     row_lse: Tensor,
     column_lse: Tensor | None,
     own: Tensor,
-    device_splits: bool,
+    term_count: int,
     are_logits: bool,
-) -> GradTerms:
+    sums_logits: bool,
+) -> tuple[Tensor | None, GradTerms]:
     """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus the softmax of the columns.
+
+    The first result are the sums (T,) of the logits times their gradient without own pairs, if ``sums_logits``.
 
     Args:
         products: (T, C). Overwritten.
@@ -174,14 +186,25 @@ def clip_terms(
         row_lse: (T,), log-sum-exp of the images' rows.
         column_lse: (C,), log-sum-exp of the texts' columns, infinite for other columns. None if there are no texts.
         own: (T,), the gradient at own pairs.
-        device_splits: Same as for ``Factors.terms``.
+        term_count: Same as for ``Factors.terms``.
         are_logits: True if ``products`` already contains logits.
+        sums_logits: True if the sums of logits times their gradient are required.
     """
-    logits = products if are_logits else factors.logits(products)
+    logits = products
+    if not are_logits:
+        logits = factors.logits(products)
+    elif torch.compiler.is_compiling():
+        logits = products.clone()
     grad = (logits - row_lse.unsqueeze(1)).exp_()
     if column_lse is not None:
-        grad.add_(logits.sub_(column_lse).exp_())
-    return factors.terms(factors.put_own_(grad, own), device_splits)
+        differences = logits - column_lse if sums_logits else logits.sub_(column_lse)
+        grad.add_(differences.exp_())
+        del differences
+    sums = None
+    if sums_logits:
+        # the logits of own pairs may be overwritten
+        sums = factors.put_own_(logits, 0.0).mul_(grad).sum(1)
+    return sums, factors.terms(factors.put_own_(grad, own), term_count)
 
 
 class _Clip(torch.autograd.Function):
@@ -230,7 +253,11 @@ class _Clip(torch.autograd.Function):
             d_own_pairs += 2 * smoothing
             sums[0] -= call.images.spread(smoothing * mean_column)
 
+        sums_logits = call.sums_logits(ctx.needs_input_grad[5])
+        logit_sums, stored = TileResults(call.tile_rows() if sums_logits else 0, scale), 0
+
         def visit(block: ColumnBlock) -> Tensor | None:
+            nonlocal stored
             column_sums, column_lse = call.column_sums(block), None
             if block.column_stats is not None:
                 column_lse, negatives = block.column_stats, len(block.columns.rows) - block.text_count
@@ -241,7 +268,11 @@ class _Clip(torch.autograd.Function):
                 if column_lse is not None and tile.text_count:
                     texts_lse = part_of(column_lse, tile.columns)
                 of_rows = part_of(row_lse, tile.rows), texts_lse, part_of(d_own_pairs, tile.rows)
-                terms = call.run(clip_terms, products, tile.factors, *of_rows, call.splits, kept is not None)
+                options = call.term_count, kept is not None, sums_logits
+                of_logits, terms = call.run(clip_terms, products, tile.factors, *of_rows, *options)
+                if sums_logits:
+                    logit_sums.store_(of_logits, stored)
+                    stored += len(of_logits)
                 # back to both towers
                 tile.add_grads_(terms, sums[0], column_sums)
                 del terms  # otherwise it would still be in memory together with the next tile
@@ -258,6 +289,11 @@ class _Clip(torch.autograd.Function):
         sums.append(call.collect(visit, column_lses, counts=counts))
         factor = for_mean_over_ranks(grad / (2 * call.total), call.group)
         d_images, d_texts, d_scale = call.gradients(sums, factor * scale, images, texts)
+        if sums_logits:
+            of_own_pairs = (d_own_pairs * paired_logits[own_texts]).sum()
+            if smoothing:
+                of_own_pairs -= smoothing * scale * (call.images.total() @ mean_column)
+            d_scale = grad_of_scale(d_scale, logit_sums, scale, of_own_pairs)
         return None, None, d_images, d_texts, None, d_scale * factor
 
 
@@ -266,12 +302,11 @@ def _stats_of_one_tile(
 ) -> tuple[LogSumExp, Tensor, Tensor | None]:
     """Return the result of ``_stats_of_tiles`` for a single tile, and its logits if backward needs them, so that it is computed once."""
     block = call.gathered_block()
-    keeps = call.trained and not call.takes_masks
     tile, products = next(call.tiles(block, scale))
-    of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
+    of_rows, of_columns, logits = call.run(clip_stats, products, tile.factors, tile.text_count, call.trained)
     if mean_column is not None:
         _add_mean_column_(call, block, mean_column)
-    return LogSumExp(*of_rows), torch.stack(of_columns, 1), products if keeps else None
+    return LogSumExp(*of_rows), torch.stack(of_columns, 1), logits
 
 
 def _stats_of_tiles(
@@ -292,7 +327,7 @@ def _stats_of_tiles(
     def visit(block: ColumnBlock) -> Tensor:
         column_lse = RunningLogSumExp(block.text_count, scale)
         for tile, products in call.tiles(block, scale):
-            of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, False)
+            of_rows, of_columns, _ = call.run(clip_stats, products, tile.factors, tile.text_count, False)
             row_lse.add_piece(of_rows, tile.rows.start)
             if of_columns is not None:
                 column_lse.add_piece(of_columns, tile.columns.start)

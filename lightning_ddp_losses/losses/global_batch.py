@@ -115,7 +115,8 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
             took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with 1,024 rows (NVIDIA H200, torch 2.11,
             float32).
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
-            ``"float32"``, ``"bf16"`` or ``"auto"``. Everything that is not evaluated in tiles (such as few rows) is float32.
+            ``"float32"``, ``"bf16"``, ``"bf16x2"``, ``"bf16x3"``, ``"bf16x6"`` or ``"auto"``. Everything that is not evaluated in tiles
+            (such as few rows) is float32.
         name: Name that distinguishes this loss from others of its kind, which every rank must call in the same order. If None, the path in
             the module that a strategy trains, otherwise the order of construction.
         check_weights: Compare the loss's weights between the ranks, one sixteenth of them in each call. Place the loss inside the module

@@ -2,19 +2,23 @@
 
 A product of two bf16 numbers is exact in float32, so bf16 rows multiplied into float32 differ from the float32 product of the same values
 only by the order of summation. Operations that would lose digits are kept out of the product: rows are multiplied unchanged, not at unit
-length, and their lengths and the scale are row and column factors of the tile. A gradient of products is not a bf16 number. It is made of
-two, ``high - low``, which keep 16 of its 24 bits, and each is multiplied with the rows.
+length, and their lengths and the scale are row and column factors of the tile. A gradient of products is not a bf16 number. It is rounded
+to one, or is a sum of several, each of which is multiplied with the rows. Rows of float32 are sums of two or three bf16 numbers in
+``"bf16x3"`` and ``"bf16x6"``.
 
-| form | a product | rounding of an operand |
-|---|---|---|
-| ``"float32"`` | one in float32 | none |
-| ``"bf16"`` | one of bf16; two for a gradient | none for bf16 rows, otherwise 2^-9; 2^-17 for a gradient |
+| form | products for a logit, for a gradient | rounding of a row | of a gradient |
+|---|---|---|---|
+| ``"float32"`` | one in float32 | none | none |
+| ``"bf16"`` | 1, 1 | none for bf16 rows, otherwise 2^-9 | 2^-9, but for the gradient of a scale or bias |
+| ``"bf16x2"`` | 1, 2 | the same | 2^-17 |
+| ``"bf16x3"`` | 3, 3 | 2^-17 | 2^-17 |
+| ``"bf16x6"`` | 6, 6 | 2^-25 | 2^-25 |
 
-Against float64, 60 rows x 24, the worst of CLIP, SigLIP, SupCon, NTXent, MultiSimilarity and ArcFace (relative: loss, gradient; CPU, torch
-2.13): ``"float32"`` 2e-7, 1e-6. ``"bf16"`` 2e-7, 3.4e-6 of bf16 rows and 3e-4, 6e-3 of float32 rows.
+The products for a logit are one of longer rows, in which the parts of a row follow each other (``_SEQUENCES``). ``"auto"`` is never less
+exact than torch with the same rows: torch rounds logits of bf16 rows, their gradient and all sums to bf16.
 
 ``torch.mm(..., out_dtype=torch.float32)`` exists on some devices (NVIDIA's: torch 2.8 and later). Elsewhere, as on the CPU, the same bf16
-values are multiplied in float32.
+values are multiplied in float32, gradients are not rounded, and ``"bf16x3"`` and ``"bf16x6"`` are ``"float32"``.
 
 Legend: ``n``, ``m`` rows of two operands, ``D`` their width, ``T`` rows and ``C`` columns of a piece, ``k`` parts.
 """
@@ -24,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -34,14 +38,19 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.errors import expect, expect_option
 from lightning_ddp_losses.losses.tile_results import TileResults
 
-ProductChoice: TypeAlias = Literal["float32", "bf16", "auto"]
+ProductChoice: TypeAlias = Literal["float32", "bf16", "bf16x2", "bf16x3", "bf16x6", "auto"]
 """The user's option."""
 
-ProductForm: TypeAlias = Literal["float32", "bf16"]
+ProductForm: TypeAlias = Literal["float32", "bf16", "bf16x2", "bf16x3", "bf16x6"]
 """The form that a call uses."""
 
 GradTerms: TypeAlias = tuple[Tensor, ...]
-"""A gradient (n, m) in the form for a product with rows: itself, or two bf16 numbers, the second of which is subtracted."""
+"""A gradient (n, m) in the form for a product with rows: itself, or one to three bf16 numbers, the second of which is subtracted."""
+
+_GRAD_TERMS: dict[ProductForm, int] = {"float32": 0, "bf16": 1, "bf16x2": 2, "bf16x3": 2, "bf16x6": 3}
+_ROUNDED_ROWS: tuple[ProductForm, ...] = ("bf16", "bf16x2")
+# each pair of neighbours is a product of two parts: of the largest (0), of the largest with the second (1), and so on
+_SEQUENCES: dict[ProductForm, tuple[int, ...]] = {"bf16x3": (0, 0, 1, 0), "bf16x6": (0, 0, 1, 1, 0, 2, 0)}
 
 SMALLEST_LENGTH = 1e-12  # as in torch.nn.functional.normalize
 
@@ -79,7 +88,7 @@ def refuse_products(title: str, products: object) -> None:
 
 
 def choose_form(title: str, choice: ProductChoice, operands: Sequence[Tensor]) -> ProductForm:
-    """Choose the form for operands as the caller gave them: float64 stays float64, ``"auto"`` is without loss.
+    """Choose the form for operands as the caller gave them: float64 stays float64, ``"auto"`` is not less exact than torch.
 
     Args:
         title: Name of the loss in messages.
@@ -102,12 +111,21 @@ def choose_form(title: str, choice: ProductChoice, operands: Sequence[Tensor]) -
         got=f"{device}, which has none",
         fix="Use products='float32', or 'auto', which takes bf16 products only if rows and device have them.",
     )
+    if choice in _SEQUENCES and not multiplies_into_float32(device):
+        return "float32"
     return choice
 
 
+def rounds_rows(form: ProductForm) -> bool:
+    """Return whether rows are multiplied as one bf16 number, so that only rows of bf16 are not rounded."""
+    return form in _ROUNDED_ROWS
+
+
 def rounding_of(choice: ProductChoice) -> float:
-    """Return by how much products of float32 rows may round an operand, relative. 0 for float32 itself."""
-    return 2.0**-9 if choice == "bf16" else 0.0
+    """Return by how much products of float32 rows may round an operand, relative. 0 if they are as exact as float32."""
+    if choice == "bf16x3":
+        return 2.0**-17
+    return 2.0**-9 if choice in _ROUNDED_ROWS else 0.0
 
 
 @functools.cache
@@ -161,7 +179,7 @@ _warned_of_tf32: set[str] = set()
 
 def warn_of_tf32(title: str, form: ProductForm, rows: Tensor) -> None:
     """Warn once for each loss that its float32 products are rounded to TF32."""
-    if form == "bf16" or rows.dtype != torch.float32 or title in _warned_of_tf32 or not is_tf32(rows.device):
+    if form != "float32" or rows.dtype != torch.float32 or title in _warned_of_tf32 or not is_tf32(rows.device):
         return
     _warned_of_tf32.add(title)
     warnings.warn(
@@ -171,9 +189,9 @@ def warn_of_tf32(title: str, form: ProductForm, rows: Tensor) -> None:
     )
 
 
-def splits(form: ProductForm, device: torch.device) -> bool:
-    """Return whether gradients of products are split into two bf16 numbers: if the device multiplies these itself."""
-    return form == "bf16" and multiplies_into_float32(device)
+def grad_terms_of(form: ProductForm, device: torch.device) -> int:
+    """Return how many bf16 numbers a gradient of products is made of. 0 if it is multiplied in float32, as by devices without bf16."""
+    return _GRAD_TERMS[form] if multiplies_into_float32(device) else 0
 
 
 # ---------------------------------------------------------------------- products and their gradient
@@ -185,19 +203,28 @@ class Operand(NamedTuple):
     Attributes:
         rows: (n, D). Float32 or wider rows are divided by their lengths already. Rows of bf16 are unchanged.
         lengths: (n,), divisors of the caller's rows. None if they are not divided.
+        parts: (n, kD), bf16 numbers whose sum is a row, in the order of ``_SEQUENCES``. None if the rows themselves are multiplied.
     """
 
     rows: Tensor
     lengths: Tensor | None = None
+    parts: Tensor | None = None
 
     @classmethod
     def prepare(cls, rows: Tensor, form: ProductForm, *, normalize: bool) -> Operand:
         """Prepare (n, D) rows of the caller. ``normalize`` divides them by their lengths."""
         rows = rows.detach()
         lengths = lengths_of(rows) if normalize else None
-        if form == "bf16":
+        if rounds_rows(form):
             return cls(rows.to(torch.bfloat16), lengths)
-        return cls(rows if lengths is None else rows / lengths.unsqueeze(1), lengths)
+        unit = cls(rows if lengths is None else rows / lengths.unsqueeze(1), lengths)
+        return unit.in_form(form)
+
+    def in_form(self, form: ProductForm) -> Operand:
+        """Return float32 rows with their parts, if they are multiplied in parts."""
+        if form not in _SEQUENCES:
+            return self
+        return self._replace(parts=_parts_of(self.rows, _SEQUENCES[form]))
 
     @property
     def factors(self) -> Tensor | None:
@@ -206,16 +233,44 @@ class Operand(NamedTuple):
             return None
         return self.lengths.reciprocal()
 
+    @property
+    def left(self) -> Tensor:
+        """(n, D) or (n, (k - 1) D), the left operand of a product of rows with rows."""
+        return self.rows if self.parts is None else self.parts[:, : -self.rows.shape[1]]
+
+    @property
+    def right(self) -> Tensor:
+        """(n, D) or (n, (k - 1) D), the right operand. Each part is multiplied with its neighbour."""
+        return self.rows if self.parts is None else self.parts[:, self.rows.shape[1] :]
+
+    def summands(self) -> list[Tensor]:
+        """Return (n, D) tensors whose sum is the rows, the largest first."""
+        if self.parts is None:
+            return [self.rows]
+        blocks = torch.split(self.parts, self.rows.shape[1], 1)
+        # the first place of each part in both sequences
+        return [*blocks[:1], *blocks[2:3], *blocks[5:6]]
+
     def part(self, rows: slice) -> Operand:
         """Return some of the rows, without a copy."""
-        return Operand(part_of(self.rows, rows), None if self.lengths is None else part_of(self.lengths, rows))
+        return self._of_each(lambda each: part_of(each, rows))
 
     def multiplied(self, order: Tensor | None) -> Operand:
         """Return the rows that are multiplied, without lengths by which they are already divided, in an order (None: unchanged)."""
-        lengths = self.lengths if self.rows.dtype == torch.bfloat16 else None
-        if order is None:
-            return Operand(self.rows, lengths)
-        return Operand(self.rows[order], None if lengths is None else lengths[order])
+        multiplied = self if self.rows.dtype == torch.bfloat16 else self._replace(lengths=None)
+        return multiplied if order is None else multiplied._of_each(lambda each: each[order])
+
+    def copied(self) -> Operand:
+        """Return a copy."""
+        return self._of_each(Tensor.clone)
+
+    def _of_each(self, function: Callable[[Tensor], Tensor]) -> Operand:
+        lengths, parts = self.lengths, self.parts
+        if lengths is not None:
+            lengths = function(lengths)
+        if parts is not None:
+            parts = function(parts)
+        return Operand(function(self.rows), lengths, parts)
 
     def spread(self, vector: Tensor) -> Tensor:
         """Return the sums (n, D), or (1, D) if all are equal, of rows that were all multiplied with one vector (D,)."""
@@ -266,6 +321,16 @@ class Operand(NamedTuple):
         elif found.data_ptr() != out.data_ptr():
             out.copy_(found)
         return dots
+
+
+def _parts_of(rows: Tensor, sequence: Sequence[int]) -> Tensor:
+    """Return bf16 parts (n, kD) of float32 rows, in the order of a sequence."""
+    parts: list[Tensor] = []
+    rest = rows.float()
+    for _ in range(max(sequence) + 1):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1]
+    return torch.cat([parts[each] for each in sequence], 1)
 
 
 def part_of(rows: Tensor, place: slice) -> Tensor:
@@ -324,33 +389,50 @@ def add_factors_(
     return products.mul_(of_columns) if plus is None else torch.addcmul(plus, products, of_columns, out=products)
 
 
-def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, device_splits: bool) -> GradTerms:
+def split(
+    grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, term_count: int, spare: Tensor | None = None
+) -> GradTerms:
     """Return a gradient times factors of its rows and columns (``add_factors_``) in the form for a product with rows.
 
     Args:
         grad: (n, m). Overwritten.
         of_rows: (n,), or None for 1.
         of_columns: (m,), or None for 1.
-        device_splits: True if it is the difference of two bf16 numbers.
+        term_count: Number of bf16 numbers whose sum it is, the second one negated (``grad_terms_of``). 0: it stays float32.
+        spare: (n, m), contiguous float32 memory for the first number. None if it is allocated.
     """
-    if not device_splits:
+    if term_count == 0:
         return (add_factors_(grad, of_rows, of_columns),)
     if torch.compiler.is_compiling():
-        grad = add_factors_(grad, of_rows, of_columns)
-        # in bits, since the compiler removes a conversion to bf16 and back, and the smaller numbers would be 0
-        high = ((grad.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-        # not in one tensor: the compiler would compute its two halves apart, and everything twice
-        return high.to(torch.bfloat16), (high - grad).to(torch.bfloat16)
+        rest, terms = add_factors_(grad, of_rows, of_columns), []
+        for _ in range(term_count):
+            # in bits, since the compiler removes a conversion to bf16 and back, and the smaller numbers would be 0
+            rounded = ((rest.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+            # not in one tensor: the compiler would compute its parts apart, and everything as often
+            terms.append(rounded.to(torch.bfloat16))
+            rest = rounded - rest
+        return tuple(terms)
     grad = add_factors_(grad, of_rows, None)
     of_columns = grad.new_ones(1) if of_columns is None else of_columns
-    # both with the factors of the columns: a pass less than a product of its own
-    high, low = (torch.empty_like(grad, dtype=torch.bfloat16) for _ in range(2))
-    torch.mul(grad, of_columns, out=high)
-    torch.addcmul(high, grad, of_columns, value=-1, out=low)
-    return high, low
+    # with the factors of the columns: a pass less than a product of its own
+    terms = []
+    if spare is not None:
+        terms.append(spare.view(torch.bfloat16)[:, : grad.shape[1]])
+    while len(terms) < term_count:
+        terms.append(torch.empty_like(grad, dtype=torch.bfloat16))
+    torch.mul(grad, of_columns, out=terms[0])
+    if term_count == 2:
+        torch.addcmul(terms[0], grad, of_columns, value=-1, out=terms[1])
+    elif term_count == 3:
+        rest = grad.mul_(of_columns).sub_(terms[0]).neg_()
+        terms[1].copy_(rest)
+        torch.sub(terms[1], rest, out=terms[2])
+    return tuple(terms)
 
 
-def add_to_left_(sums: Tensor, terms: GradTerms, right: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_to_left_(
+    sums: Tensor, terms: GradTerms, right: Operand, *, scale: float = 1.0, overwrite: bool = False
+) -> None:
     """Add the products of a gradient with the right rows (m, D) to the sums (n, D) of the left ones.
 
     Args:
@@ -360,15 +442,22 @@ def add_to_left_(sums: Tensor, terms: GradTerms, right: Tensor, *, scale: float 
         scale: Factor.
         overwrite: The sums are overwritten instead.
     """
-    for term, factor in zip(terms, (scale, -scale), strict=False):
-        beta, overwrite = 0 if overwrite else 1, False
-        if term.dtype == torch.bfloat16:
-            torch.addmm(sums, term, right, out_dtype=torch.float32, beta=beta, alpha=factor, out=sums)
-        else:
-            torch.addmm(sums, term, right.to(term.dtype), beta=beta, alpha=factor, out=sums)
+    beta = 0 if overwrite else 1
+    if terms[0].dtype != torch.bfloat16:
+        torch.addmm(sums, terms[0], right.rows.to(sums.dtype), beta=beta, alpha=scale, out=sums)
+        return
+    summands = right.summands()
+    for index, term in enumerate(terms):
+        alpha = -scale if index == 1 else scale
+        # products of two small parts are below the rounding
+        for summand in summands[: len(terms) - index]:
+            torch.addmm(sums, term, summand, out_dtype=torch.float32, beta=beta, alpha=alpha, out=sums)
+            beta = 1
 
 
-def add_to_right_(sums: Tensor, terms: GradTerms, left: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_to_right_(
+    sums: Tensor, terms: GradTerms, left: Operand, *, scale: float = 1.0, overwrite: bool = False
+) -> None:
     """Add the same of the left rows (n, D) to the sums (m, D) of the right ones."""
     add_to_left_(sums, tuple(term.t() for term in terms), left, scale=scale, overwrite=overwrite)
 

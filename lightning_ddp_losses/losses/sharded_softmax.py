@@ -28,15 +28,16 @@ from lightning_ddp_losses.losses.products import (
     GradTerms,
     LogSumExp,
     Operand,
+    ProductForm,
     RunningLogSumExp,
     add_factors_,
     add_to_left_,
     add_to_right_,
+    grad_terms_of,
     lengths_of,
     max_and_sum_exp,
     product,
     split,
-    splits,
 )
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, LocalTargets, ShardedWeight, Targets
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
@@ -72,7 +73,8 @@ class ShardedSoftmax(NamedTuple):
         penalty: Returns a block of weight rows' summed regulariser terms and their number. None without a regulariser.
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world. None without such ranks.
-        embeddings: G rows for products in bf16. If None, the rows from ``Head.prepare`` are multiplied in float32.
+        form: How rows and weight rows are multiplied.
+        embeddings: G rows that are multiplied as bf16 numbers. If None, the rows from ``Head.prepare`` are multiplied.
         compiler: Compiles the functions of chunks, or has kernels for them. If None, torch's operators compute them.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
@@ -82,6 +84,7 @@ class ShardedSoftmax(NamedTuple):
     penalty: Penalty | None = None
     group: Group = None
     replica_group: Group = None
+    form: ProductForm = "float32"
     embeddings: Operand | None = None
     compiler: TileCompiler | None = None
     on_backward: Callable[[Tensor, Tensor], None] | None = None
@@ -100,22 +103,24 @@ class ShardedSoftmax(NamedTuple):
         """Let the ranks compile together the functions of forward and backward. ``like``: a tensor of the call's dtype and device."""
         if self.compiler is None:
             return
-        classes, device, is_bf16 = self.classes, like.device, self.embeddings is not None
-        kind = (str(like.dtype), device.type, is_bf16, classes.log_weight is None, classes.has_all)
+        classes, device, is_factored = self.classes, like.device, self.form != "float32"
+        kind = (str(like.dtype), device.type, self.form, classes.log_weight is None, classes.has_all)
 
         def rehearsal(run: Callable[..., Any]) -> None:
             # a chunk that takes the same branches
             products = rehearsed_tile(like)
             of_rows, of_columns = products.new_ones(len(products)), products.new_ones(products.shape[1])
-            factors = (of_rows, of_columns) if is_bf16 else NO_FACTORS
+            factors = NO_FACTORS
+            if is_factored:
+                factors = of_rows, of_columns if self.embeddings is not None else None
             has_margin, keeps = self.head.has_margin, classes.number <= classes.chunk
             is_inside = None if classes.has_all and keeps else of_rows > 0
             targets = Targets(is_inside, torch.arange(len(products), device=device).unsqueeze(1))
             chunk = Chunk(*factors, targets, None if classes.log_weight is None else of_columns)
             run(class_stats, products, chunk, of_rows, has_margin, keeps)
             chunk, at_targets = chunk.of_logits() if keeps else chunk, of_rows if has_margin else None
-            device_splits = is_bf16 and splits("bf16", device)
-            run(class_terms, products, chunk, of_rows.unsqueeze(1), at_targets, factors, device_splits)
+            term_count = grad_terms_of(self.form, device)
+            run(class_terms, products, chunk, of_rows.unsqueeze(1), at_targets, factors, term_count)
 
         self.compiler.rehearse(title, kind, rehearsal, self.group)
 
@@ -178,31 +183,37 @@ class _Cosines:
         scale: Factor of the products.
         row_factors: Factors of the rows. None means 1.
         scaled_row_factors: The same times the scale. None for products in float32, which are already scaled.
+        is_factored: True if factors of rows and classes are applied to products and their gradient, and not to the rows.
     """
 
     def __init__(
         self, call: ShardedSoftmax, rows: Tensor, weight: Tensor, kept: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        self.is_bf16 = call.embeddings is not None
-        self.left = Operand(rows) if call.embeddings is None else call.embeddings
+        self._form, self.is_factored = call.form, call.form != "float32"
+        self._is_bf16 = call.embeddings is not None
+        self.left = Operand(rows).in_form(call.form) if call.embeddings is None else call.embeddings
         if kept is None:
-            kept = weight.to(torch.bfloat16) if self.is_bf16 else weight, lengths_of(weight)
+            kept = weight.to(torch.bfloat16) if self._is_bf16 else weight, lengths_of(weight)
         self.weight, self.lengths = kept
         self.scale, self.row_factors = call.head.scale, self.left.factors
         self.scaled_row_factors = None
-        if self.is_bf16:
-            self.scaled_row_factors = (rows.new_ones(1) if self.row_factors is None else self.row_factors) * self.scale
+        if self.row_factors is not None:
+            self.scaled_row_factors = self.row_factors * self.scale
+        elif self.is_factored:
+            self.scaled_row_factors = rows.new_full((len(rows),), self.scale)
 
     def operand(self, place: Any, block: Tensor) -> Operand:
         """Prepare the weight rows of a chunk, which have this place in the weight."""
         lengths = self.lengths[place]
-        return Operand(block if self.is_bf16 else block / lengths.unsqueeze(1), lengths)
+        if self._is_bf16:
+            return Operand(block, lengths)
+        return Operand(block / lengths.unsqueeze(1), lengths).in_form(self._form)
 
     def products(self, block: Operand) -> tuple[Tensor, Factors]:
         """Return the products (G, C) of a prepared chunk, and the factors that make them logits."""
         factors = self.scaled_row_factors, block.factors
-        if self.is_bf16:
-            return product(self.left.rows, block.rows), factors
+        if self.is_factored:
+            return product(self.left.left, block.right), factors
         found = block.rows.new_empty(len(self.left.rows), len(block.rows))
         return torch.addmm(found, self.left.rows, block.rows.t(), beta=0, alpha=self.scale, out=found), factors
 
@@ -251,7 +262,7 @@ def class_stats(products: Tensor, chunk: Chunk, target: Tensor, has_margin: bool
 
 
 def class_terms(
-    products: Tensor, chunk: Chunk, minus_lse: Tensor, at_targets: Tensor | None, factors: Factors, device_splits: bool
+    products: Tensor, chunk: Chunk, minus_lse: Tensor, at_targets: Tensor | None, factors: Factors, term_count: int
 ) -> GradTerms:
     """Return the gradient of a chunk's logits (``products.split``): the softmax, less 1 at the targets.
 
@@ -261,14 +272,14 @@ def class_terms(
         minus_lse: (G, 1), less the log-sum-exp of the rows over the classes of all ranks.
         at_targets: (G,), the gradient at the targets in place of the softmax less 1.
         factors: Factors of the gradient's rows and columns.
-        device_splits: Same as for ``split``.
+        term_count: Same as for ``split``.
     """
     softmax = chunk.logits(products, minus_lse).exp_()
     if at_targets is None:
         chunk.targets.add_(softmax, -1.0)
     else:
         chunk.targets.put_(softmax, at_targets)
-    return split(softmax, *factors, device_splits)
+    return split(softmax, *factors, term_count)
 
 
 class _SoftmaxFunction(torch.autograd.Function):
@@ -414,7 +425,7 @@ class _Backward(NamedTuple):
                 # reuse the logits' memory: the steps of a head do not save their results for backward
                 chunk = self.call.chunk(self.targets, start, stop)
                 chunk.targets.add_(logits, self.call.head.target_offset)
-                return class_terms(logits, chunk, self.minus_lse, self.at_targets, (self.grad, None), False)[0]
+                return class_terms(logits, chunk, self.minus_lse, self.at_targets, (self.grad, None), 0)[0]
 
             found_rows, found_block = _vjp(self.call.head.logits, self.rows, block, grad_of)
             self.grad_rows.add_(found_rows)
@@ -427,12 +438,12 @@ class _Backward(NamedTuple):
             cosines: Computes the logits.
             kept: Logits of the only chunk, from forward. Overwritten. If None, they are recomputed.
         """
-        call, factors, is_bf16, left = self.call, self.grad, cosines.is_bf16, cosines.left
+        call, factors, is_factored, left = self.call, self.grad, cosines.is_factored, cosines.left
         classes = call.classes
         if cosines.row_factors is not None:
             factors = factors * cosines.row_factors
-        # the gradient of the losses is a factor of float32 rows. Rows of bf16 are unchanged: it is a factor of their products
-        weighted = left.rows if is_bf16 else left.rows * factors.unsqueeze(1)
+        # the gradient of the losses is a factor of float32 rows. Rows of bf16, and parts, are unchanged: it is a factor of their products
+        weighted = left if is_factored else Operand(left.rows * factors.unsqueeze(1))
         for start, stop, block in classes.chunks(cosines.weight):
             # logits and softmax of the chunk
             place = classes.weight_rows(start, stop)
@@ -441,11 +452,11 @@ class _Backward(NamedTuple):
             chunk = call.chunk(self.targets, start, stop, of_products)
             if kept is not None:
                 chunk = chunk.of_logits()
-            of_grad = (factors, right.factors) if is_bf16 else NO_FACTORS
-            device_splits = is_bf16 and splits("bf16", products.device)
-            share = call.run(class_terms, products, chunk, self.minus_lse, self.at_targets, of_grad, device_splits)
+            of_grad = (factors, right.factors) if is_factored else NO_FACTORS
+            term_count = grad_terms_of(call.form, products.device)
+            share = call.run(class_terms, products, chunk, self.minus_lse, self.at_targets, of_grad, term_count)
             # to the rows
-            add_to_left_(self.grad_rows, share, right.rows, scale=cosines.scale, overwrite=not start)
+            add_to_left_(self.grad_rows, share, right, scale=cosines.scale, overwrite=not start)
             # to the weight rows, in the memory that they keep if no term is added to them
             stays = isinstance(place, slice) and self.call.penalty is None
             out = self.grad_weight[place] if stays else torch.empty_like(right.rows, dtype=self.weight.dtype)
@@ -453,7 +464,7 @@ class _Backward(NamedTuple):
             right.vjp(out, out)
             if not stays:
                 self._put_block_(place, out)
-        if not is_bf16:
+        if not is_factored:
             self.grad_rows.mul_(self.grad.unsqueeze(1))
         elif left.lengths is not None:
             self.grad_rows.mul_(left.lengths.unsqueeze(1))

@@ -21,7 +21,7 @@ from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.plans.towers import TowerRows
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
 from lightning_ddp_losses.losses.tile_results import TileResults
-from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall
+from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall, grad_of_scale
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 
 
@@ -40,7 +40,8 @@ class SigLipLoss(TwoTowerLoss):
         tile_bytes: Size of the products in memory at a time. If None, 2 MiB, on an accelerator 64 MiB, compiled or with kernels 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on. In addition to
             its own rows, a rank then holds two ranks' texts at a time, and the gradients of three in backward.
-        products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
+        products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"``, ``"bf16x2"``, ``"bf16x3"``, ``"bf16x6"`` or
+            ``"auto"``.
         compile_tiles: How to compute the parts of a tile other than its products: ``"auto"``, True or False, as in ``ClipLoss``. With True
             and ``products="auto"`` on an NVIDIA H200 with torch 2.11, a step with 65,536 bfloat16 rows took 70 ms instead of 173 ms, with
             8,192 rows 3.1 ms instead of 3.8 ms, and with 1,024 rows 1.09 times as long. ``"auto"`` was not measured.
@@ -120,29 +121,40 @@ class SigLipLoss(TwoTowerLoss):
         return value
 
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
-        run(siglip_tile, products, factors, products.new_ones(()), call.trained, call.splits)
+        sums_logits = call.sums_logits(call.trained)
+        run(siglip_tile, products, factors, products.new_ones(()), call.trained, call.term_count, sums_logits)
 
 
 def siglip_tile(
-    products: Tensor, factors: Factors, bias: Tensor, with_grads: bool, device_splits: bool
-) -> tuple[Tensor, Tensor | None, GradTerms | None]:
+    products: Tensor, factors: Factors, bias: Tensor, with_grads: bool, term_count: int, sums_logits: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, GradTerms | None]:
     """Return the sums (T,) of the losses in a tile's rows and, if ``with_grads``, the sums of their gradient and the gradient itself.
+
+    The third result are the sums (T,) of the logits with their bias times the gradient, if ``sums_logits``.
 
     Args:
         products: (T, C). Overwritten.
         factors: Factors of the products.
         bias: Bias of the logits, 0-dim.
         with_grads: True if the gradient is required. It depends only on the tile.
-        device_splits: Same as for ``Factors.terms``.
+        term_count: Same as for ``Factors.terms``.
+        sums_logits: True if the sums of logits times their gradient are required.
     """
     # -logsigmoid(t z) = softplus(-t z), where t is 1 at own pairs and -1 elsewhere
     opposed_logits = factors.negate_own_(factors.logits(products, bias))
     losses = nn.functional.softplus(opposed_logits).sum(1)
     if not with_grads:
-        return losses, None, None
+        return losses, None, None, None
     # derivative by the logits: -t sigmoid(-t z)
-    grad = factors.negate_own_(opposed_logits.sigmoid_())
-    return losses, grad.sum(1), factors.terms(grad, device_splits)
+    sums = spare = None
+    if sums_logits:
+        grad = opposed_logits.sigmoid()
+        spare = opposed_logits.mul_(grad)
+        sums = spare.sum(1)  # two signs cancel
+    else:
+        grad = opposed_logits.sigmoid_()
+    grad = factors.negate_own_(grad)
+    return losses, grad.sum(1), sums, factors.terms(grad, term_count, spare)
 
 
 class _SigLip(torch.autograd.Function):
@@ -153,7 +165,10 @@ class _SigLip(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(images, texts, scale, bias)
         # 1. this rank's share
-        total, ctx.sums, ctx.d_bias = _visit_tiles(call, scale, bias, with_grads=call.trained)
+        sums_logits = call.sums_logits(ctx.needs_input_grad[3])
+        total, ctx.sums, ctx.d_bias, ctx.logit_sums = _visit_tiles(
+            call, scale, bias, with_grads=call.trained, sums_logits=sums_logits
+        )
         ctx.are_exchanged = call.exchanges_in_forward
         if not ctx.are_exchanged:
             return call.mean_over_images(total)
@@ -171,30 +186,39 @@ class _SigLip(torch.autograd.Function):
         if not ctx.sums:  # a second backward
             if call.ring is not None:
                 call.exchange.open()
-            _, ctx.sums, _ = _visit_tiles(call, scale, bias, with_grads=True)
+            _, ctx.sums, _, _ = _visit_tiles(call, scale, bias, with_grads=True, sums_logits=False)
             ctx.are_exchanged = False
         factor = for_mean_over_ranks(grad / call.total, call.group)
         d_images, d_texts, d_scale = call.gradients(
             ctx.sums, factor * scale, images, texts, are_exchanged=ctx.are_exchanged
         )
+        if ctx.logit_sums is not None:
+            d_scale = grad_of_scale(d_scale, ctx.logit_sums, scale, -bias * ctx.d_bias)
         return None, d_images, d_texts, d_scale * factor, ctx.d_bias * factor
 
 
 def _visit_tiles(
-    call: TowerCall, scale: Tensor, bias: Tensor, *, with_grads: bool
-) -> tuple[Tensor, list[Tensor | None], Tensor]:
-    """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias."""
+    call: TowerCall, scale: Tensor, bias: Tensor, *, with_grads: bool, sums_logits: bool
+) -> tuple[Tensor, list[Tensor | None], Tensor, TileResults | None]:
+    """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias.
+
+    The last result are the sums of logits times their gradient, if ``sums_logits``.
+    """
     # sums of the rows of each tile
     size, stored = call.tile_rows(), 0
     losses, d_biases = TileResults(size, scale), TileResults(size if with_grads else 0, scale)
+    logit_sums = TileResults(size, scale) if with_grads and sums_logits else None
     image_sums = call.zero_sums(call.images) if with_grads else None
 
     def visit(block: ColumnBlock) -> Tensor | None:
         nonlocal stored
         column_sums = call.column_sums(block) if with_grads else None
         for tile, products in call.tiles(block, scale):
-            found, d_bias, terms = call.run(siglip_tile, products, tile.factors, bias, with_grads, call.splits)
+            options = with_grads, call.term_count, sums_logits
+            found, d_bias, logits, terms = call.run(siglip_tile, products, tile.factors, bias, *options)
             losses.store_(found, stored)
+            if logit_sums is not None:
+                logit_sums.store_(logits, stored)
             if image_sums is not None:
                 d_biases.store_(d_bias, stored)
                 tile.add_grads_(terms, image_sums, column_sums)
@@ -204,4 +228,4 @@ def _visit_tiles(
 
     counts = call.column_counts if with_grads and call.columns_trained else None
     sums = [image_sums, call.collect(visit, counts=counts)]
-    return losses.joined().sum(), sums if with_grads else [], d_biases.joined().sum()
+    return losses.joined().sum(), sums if with_grads else [], d_biases.joined().sum(), logit_sums

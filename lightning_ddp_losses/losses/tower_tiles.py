@@ -43,12 +43,13 @@ from lightning_ddp_losses.losses.products import (
     add_to_left_,
     add_to_right_,
     aligned_columns,
+    grad_terms_of,
     part_of,
     product,
     split,
-    splits,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tile_results import TileResults
 
 # ---------------------------------------------------------------------- products in tiles
 
@@ -76,9 +77,9 @@ class Factors(NamedTuple):
             of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
         return add_factors_(products, of_rows, self.of_columns, plus)
 
-    def terms(self, grad: Tensor, device_splits: bool) -> GradTerms:
+    def terms(self, grad: Tensor, term_count: int, spare: Tensor | None = None) -> GradTerms:
         """Return the gradient of logits in the form for a product with rows (``products.split``), not multiplied by the scale."""
-        return split(grad, self.of_rows, self.of_columns, device_splits)
+        return split(grad, self.of_rows, self.of_columns, term_count, spare)
 
     def negate_own_(self, matrix: Tensor) -> Tensor:
         """Negate the entries of own pairs."""
@@ -112,16 +113,16 @@ class ProductTile(NamedTuple):
         columns: Columns of the block.
         text_count: The number of leading columns of the tile that have an image on some rank.
         factors: Factors of its products.
-        images: (T, D), in the form in which they are multiplied, without the scale.
-        partners: (C, D), columns in the form in which they are multiplied.
+        images: T images, in the form in which they are multiplied, without the scale.
+        partners: C columns in the form in which they are multiplied.
     """
 
     rows: slice
     columns: slice
     text_count: int
     factors: Factors
-    images: Tensor
-    partners: Tensor
+    images: Operand
+    partners: Operand
 
     def add_grads_(self, terms: GradTerms, image_sums: Tensor, column_sums: Tensor | None) -> None:
         """Add the tile's contribution to the sums of both towers, not multiplied by the scale, from the gradient of the logits.
@@ -198,7 +199,7 @@ class TowerCall:
         total: G.
         width: M.
         own_texts: Position of this rank's texts among the texts that have statistics on this rank.
-        splits: Whether gradients of tiles are split into two bf16 numbers.
+        term_count: Number of bf16 numbers that make up a gradient of a tile (``products.grad_terms_of``).
         takes_masks: Whether functions of tiles find own pairs with masks that they create themselves.
         tile_entries: Maximum number of products in memory at a time.
         is_one_tile: True if a single tile contains all products of this rank.
@@ -223,7 +224,7 @@ class TowerCall:
     total: int = field(init=False)
     width: int = field(init=False)
     own_texts: slice = field(init=False)
-    splits: bool = field(init=False)
+    term_count: int = field(init=False)
     takes_masks: bool = field(init=False)
     tile_entries: int = field(init=False)
     is_one_tile: bool = field(init=False)
@@ -237,15 +238,23 @@ class TowerCall:
         rank = process_groups.rank(self.group)
         first = sum(self.text_counts[:rank]) if self.ring is None else 0
         self.own_texts = slice(first, first + self.text_counts[rank])
-        self.splits = splits(self.form, self.images.rows.device)
+        self.term_count = grad_terms_of(self.form, self.images.rows.device)
         rows = self.images.rows.shape[0]
         self.takes_masks = self.compiler is not None and self.compiler.takes_masks
         has_kernels = self.compiler is not None and not self.takes_masks
         tile_bytes = self.plan.kernel_tile_bytes if has_kernels else self.plan.tile_bytes
         self.tile_entries = tile_bytes // self.plan.dtype.itemsize
+        self.is_one_tile = self._is_one_tile(rows)
+
+    def _is_one_tile(self, rows: int) -> bool:
+        """Return whether a single tile contains all products of a rank with so many images."""
         height, width = tile_shape(rows, self.tile_entries)
         is_one_block = self.ring is None and self.queue is None
-        self.is_one_tile = is_one_block and 0 < rows <= height and 0 < self.width <= width
+        return is_one_block and 0 < rows <= height and 0 < self.width <= width
+
+    def kept_on_ranks(self) -> list[bool]:
+        """Return whether a rank keeps its only tile: one value, or two if ranks differ. Equal on all ranks."""
+        return sorted({self.trained and self._is_one_tile(rows) for rows in self.text_counts})
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a tile, in compiled form or through its kernel if there is a compiler."""
@@ -276,18 +285,18 @@ class TowerCall:
         scale_of_tiles = None if self.form == "float32" else scale
         buffer: Tensor | None = None
         for rows, place in tiles_of(images.rows.shape[0], columns.rows.shape[0], self.tile_entries):
-            left, right = part_of(images.rows, rows), part_of(columns.rows, place)
+            left, right = images.part(rows), columns.part(place)
             if place.start == 0:  # shared by all tiles with the same rows
-                scaled = left if scale_of_tiles is not None else left * scale
+                scaled = left.left if scale_of_tiles is not None else left.rows * scale
             row_factors = None if of_rows is None else part_of(of_rows, rows)
             column_factors = None if of_columns is None else part_of(of_columns, place)
             factors = Factors(scale_of_tiles, row_factors, column_factors, self._own(block.first_own, rows, place))
             products = kept
             if products is None:
-                shape = left.shape[0], right.shape[0]
+                shape = left.rows.shape[0], right.rows.shape[0]
                 # the first tile is the largest
                 out = None if buffer is None else buffer[: math.prod(shape)].view(shape)
-                products = product(scaled, right, out=out)
+                products = product(scaled, right.right, out=out)
                 if buffer is None:
                     buffer = products.view(-1)
             text_count = max(0, min(place.stop, block.text_count) - place.start)
@@ -353,6 +362,10 @@ class TowerCall:
         if self.queue is not None:
             visit(ColumnBlock(self.queue, 0, None, trained=False))
         return None if counts is None else found
+
+    def sums_logits(self, wants_scale: bool) -> bool:
+        """Return whether the gradient of the scale is summed over the logits, because sums of rounded gradients are less exact."""
+        return wants_scale and self.term_count == 1
 
     @property
     def exchanges_in_forward(self) -> bool:
@@ -462,6 +475,19 @@ class TowerCall:
         item = column_stats.element_size()
         message_sizes = [start + texts * item for start, texts in zip(starts, self.text_counts, strict=True)]
         return torch.cat([message, gap, as_bytes(column_stats)]), message_sizes
+
+
+def grad_of_scale(along: Tensor, logit_sums: TileResults, scale: Tensor, plus: Tensor | float = 0.0) -> Tensor:
+    """Return the gradient of the scale from sums over the logits.
+
+    Args:
+        along: The gradient from sums of rows (``TowerCall.gradients``), which is used if the scale is 0.
+        logit_sums: Sums of logits times their gradients.
+        scale: 0-dim.
+        plus: Added to the sums.
+    """
+    summed = logit_sums.joined().sum() + plus
+    return torch.where(scale == 0, along, summed / scale)
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:

@@ -46,6 +46,7 @@ from lightning_ddp_losses.losses.products import (
     ProductChoice,
     dots_of,
     refuse_products,
+    rounds_rows,
     warn_of_tf32,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
@@ -274,7 +275,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
         trained, columns_trained, all_bf16, have_kernels = _joined_flags(batch.extras)
         form = plan.form
-        if form == "bf16" and not all_bf16:  # another rank has float32 rows
+        if rounds_rows(form) and not all_bf16:  # another rank has float32 rows
             form = "float32"
             images, own = plan.operand(rows.images, form), None
         warn_of_tf32(title, form, images.rows)
@@ -330,16 +331,17 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _rehearse(self, compiler: TileCompiler, call: TowerCall, numbers: list[Tensor]) -> None:
         """Compile the functions of forward and backward. Collective."""
         like = call.images.rows.new_empty(0, dtype=numbers[0].dtype)
-        kind = (str(like.dtype), like.device.type, call.form, call.splits, call.plan.normalize, call.trained)
+        of_rows = str(like.dtype), like.device.type, call.form, call.term_count, call.plan.normalize
+        kind = (*of_rows, call.trained, *call.kept_on_ranks())
 
         def rehearsal(run: Callable[..., Any]) -> None:
             # a tile for which the functions take the same branches
             products = rehearsed_tile(like)
             rows, columns = products.shape
             of_rows = of_columns = scale = None
-            if call.form == "bf16":
+            if call.form != "float32":
                 scale = products.new_ones(())
-                if call.plan.normalize:
+                if call.images.factors is not None:
                     of_rows, of_columns = products.new_ones(rows), products.new_ones(columns)
             own: int | Tensor = 0
             if compiler.takes_masks:

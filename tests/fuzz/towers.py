@@ -18,6 +18,7 @@ from lightning_ddp_losses import ClipLoss, SigLipLoss
 from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, cut, lay_out, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, leaf, zero_or
+from tests.tensor_cores import multiplying_bf16
 
 # whose number it is, and what the caller hands over of a parameter of its own
 GIVEN = ["plain number", "constant", "parameter", "result", "one element"]
@@ -33,6 +34,7 @@ class Case(RowsCase):
         scale: Where it comes from: one of `NUMBERS`.
         bias: Likewise.
         keeps_own: Whether the loss also has numbers of its own where the caller gives some.
+        products: How rows are multiplied: `bf16x6` as by tensor cores, which is as exact as float32.
         frozen: Ranks whose images (texts) get no gradient.
     """
 
@@ -49,6 +51,7 @@ class Case(RowsCase):
     gather: str
     extra: tuple[int, ...]
     queue: int
+    products: str
     frozen: tuple[tuple[int, ...], tuple[int, ...]]
     way: str
     dtype: str
@@ -78,6 +81,7 @@ def cases(draw: Any) -> Case:
         gather=draw(st.sampled_from(["all", "ring"])),
         extra=tuple(extra),
         queue=draw(st.sampled_from([0, 0, 3])),
+        products=draw(st.sampled_from(["auto", "float32", "bf16x6"])),
         frozen=(draw(frozen), draw(frozen)) if is_trained else ((), ()),
         way=draw(st.sampled_from(WAYS)),
         dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
@@ -159,7 +163,7 @@ def given_number(kind: str, root: Tensor, *, is_log: bool) -> Tensor | float:
 
 def make_loss(case: Case) -> Any:
     more: dict[str, Any] = {"max_scale": case.max_scale, "normalize": case.normalize}
-    more.update(tile_bytes=case.tile_bytes, gather=case.gather)
+    more.update(tile_bytes=case.tile_bytes, gather=case.gather, products=case.products)
     has_scale, has_bias = (case.keeps_own or kind == "own" for kind in (case.scale, case.bias))
     temperature = case.temperature if has_scale else None
     if case.loss == "clip":
@@ -174,6 +178,13 @@ def make_loss(case: Case) -> Any:
 
 
 def play(case: Case, place: Place) -> Found:
+    if case.products != "bf16x6" or place.alone:
+        return _play(case, place)
+    with multiplying_bf16():
+        return _play(case, place)
+
+
+def _play(case: Case, place: Place) -> Found:
     data, (extra, queue), (root, bias) = place.data(views=2), further(case), roots(case)
     if case.extra and not place.alone:
         extra = lay_out(extra.split(list(case.extra))[place.rank], case.rows.layout)

@@ -29,14 +29,15 @@ def factors(rows: int, columns: int, *, own: int = 0, plain: bool = False) -> Fa
 
 
 def siglip(rows: int, columns: int) -> Iterator[partial[Any]]:
-    for own, plain, with_grads, splits in (
-        (0, False, True, True),
-        (-3, True, True, False),
-        (columns, False, True, False),
-        (2, True, False, False),
+    for own, plain, with_grads, term_count, sums_logits in (
+        (0, False, True, 1, True),
+        (0, False, True, 2, False),
+        (-3, True, True, 0, True),
+        (columns, False, True, 3, False),
+        (2, True, False, 0, False),
     ):
         given = factors(rows, columns, own=own, plain=plain)
-        yield partial(siglip_tile, None, given, torch.tensor(-1.0), with_grads, splits)
+        yield partial(siglip_tile, None, given, torch.tensor(-1.0), with_grads, term_count, sums_logits)
 
 
 def clip(rows: int, columns: int) -> Iterator[partial[Any]]:
@@ -49,26 +50,32 @@ def clip(rows: int, columns: int) -> Iterator[partial[Any]]:
     row_lse, column_lse, of_own = numbers(rows, 2) + 8, numbers(columns, 3) + 8, -numbers(rows, 4)
     # further negatives have no column
     column_lse[columns // 2 :] = torch.inf
-    for own, splits, are_logits in ((0, True, False), (-3, False, True), (2, False, False)):
+    for own, term_count, are_logits, sums_logits in (
+        (0, 1, False, True),
+        (0, 2, False, False),
+        (-3, 0, True, True),
+        (2, 3, False, False),
+    ):
         given = factors(rows, columns, own=own)
-        yield partial(clip_terms, None, given, row_lse, column_lse if own else None, of_own, splits, are_logits)
+        options = term_count, are_logits, sums_logits
+        yield partial(clip_terms, None, given, row_lse, column_lse if own else None, of_own, *options)
 
 
 def classes(rows: int, columns: int) -> Iterator[partial[Any]]:
     places = torch.arange(rows).mul(7).remainder(columns).unsqueeze(1)
     is_inside = torch.arange(rows) % 3 > 0
-    for inside, log_weight, has_margin, keep in (
-        (None, None, True, False),
-        (is_inside, None, False, True),
-        (is_inside, numbers(columns, 5), True, False),
+    for inside, log_weight, has_margin, keep, term_count in (
+        (None, None, True, False, 2),
+        (is_inside, None, False, True, 0),
+        (is_inside, numbers(columns, 5), True, False, 1),
     ):
         chunk = Chunk(numbers(rows), numbers(columns), Targets(inside, places), log_weight)
         yield partial(class_stats, None, chunk, numbers(rows, 6), has_margin, keep)
         minus_lse, of_grad = -numbers(rows, 7).unsqueeze(1) - 8, (numbers(rows, 8), numbers(columns, 9))
         # the upstream gradient of a mean is one number for all rows
         expanded = (torch.tensor(0.25).expand(rows), None)
-        yield partial(class_terms, None, chunk, minus_lse, numbers(rows, 2), of_grad, has_margin)
-        yield partial(class_terms, None, chunk.of_logits(), minus_lse, None, expanded, False)
+        yield partial(class_terms, None, chunk, minus_lse, numbers(rows, 2), of_grad, term_count)
+        yield partial(class_terms, None, chunk.of_logits(), minus_lse, None, expanded, 0)
 
 
 def supcon(rows: int, columns: int) -> Iterator[partial[Any]]:

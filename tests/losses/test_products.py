@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,15 +22,17 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.audit.recorder import product_choices, unit_roundoff
-from lightning_ddp_losses.losses import products, two_towers
+from lightning_ddp_losses.losses import products, tile_compiler, two_towers
 from lightning_ddp_losses.losses.products import LogSumExp, RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import graded, joined, own
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
+from tests.tensor_cores import multiplying_bf16
 
 ROWS, DIM, CLASSES = 60, 24, 9
 SIZES = {1: [60], 2: [23, 37], 3: [31, 0, 29]}
+CHOICES = ("float32", "bf16", "bf16x2", "bf16x3", "bf16x6", "auto")
 VALUES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
 # relative, about twice what is measured: value, gradient
 LIMITS = {
@@ -195,45 +196,26 @@ def test_queue_and_further_negatives() -> None:
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
 
 
-@contextlib.contextmanager
-def multiplying_bf16() -> Iterator[list[torch.Size]]:
-    """A device that multiplies bf16 into float32 itself; yields the shapes of the left operands."""
-    calls: list[torch.Size] = []
-    plain_mm, plain_addmm = torch.mm, torch.addmm
-
-    def mm(left: Tensor, right: Tensor, *, out_dtype: Any = None, out: Tensor | None = None) -> Tensor:
-        if out_dtype is None:
-            return plain_mm(left, right, out=out)
-        assert (left.dtype, right.dtype, out_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-        calls.append(left.shape)
-        return plain_mm(left.float(), right.float(), out=out)
-
-    def addmm(sums: Tensor, left: Tensor, right: Tensor, *, out_dtype: Any = None, **options: Any) -> Tensor:
-        if out_dtype is None:
-            return plain_addmm(sums, left, right, **options)
-        assert (left.dtype, right.dtype, sums.dtype, out_dtype) == (*[torch.bfloat16] * 2, *[torch.float32] * 2)
-        calls.append(left.shape)
-        return plain_addmm(sums, left.float(), right.float(), **options)
-
-    with (
-        mock.patch.object(products, "multiplies_into_float32", return_value=True),
-        mock.patch.multiple(torch, mm=mm, addmm=addmm),
-    ):
-        yield calls
+# by option: of how many products of rows a logit is the sum, and a gradient
+NUMBERS = {"auto": (1, 1), "bf16": (1, 1), "bf16x2": (1, 2), "bf16x3": (3, 3), "bf16x6": (6, 6)}
 
 
-@pytest.mark.parametrize(("kind", "forward", "backward"), [(SigLipLoss, 5, 0), (ClipLoss, 1, 4)])
-def test_a_gradient_is_two_numbers_and_each_is_multiplied(
-    kind: Callable[..., nn.Module], forward: int, backward: int
+@pytest.mark.parametrize("compile_tiles", [False, True])
+@pytest.mark.parametrize("choice", NUMBERS)
+@pytest.mark.parametrize(("kind", "in_forward"), [(SigLipLoss, True), (ClipLoss, False)])
+def test_each_number_of_a_gradient_is_multiplied(
+    kind: Callable[..., nn.Module], in_forward: bool, choice: str, compile_tiles: bool
 ) -> None:
-    """Twice for each tower; SigLIP's gradient needs no second look at its tile."""
-    images, texts = (tensor.bfloat16().requires_grad_() for tensor in towers_of_all_ranks("bf16"))
-    with multiplying_bf16() as calls:
-        value = kind(products="bf16")(images, texts)
-        assert len(calls) == forward
+    """For each tower; the logits are one product of longer rows; the only tile is not computed twice, compiled or not."""
+    inner, number = NUMBERS[choice]
+    dtype = torch.float32 if inner > 1 else torch.bfloat16
+    images, texts = (tensor.to(dtype).requires_grad_() for tensor in towers_of_all_ranks("bf16"))
+    as_it_is = mock.patch.object(tile_compiler, "compiled", lambda function: function)
+    with multiplying_bf16() as calls, as_it_is:
+        value = kind(products=choice, compile_tiles=compile_tiles)(images, texts)
+        assert len(calls) == (1 + 2 * number if in_forward else 1)
         value.backward()
-    assert len(calls) == forward + backward
-    assert sorted(calls) == [(ROWS, DIM), *[(ROWS, ROWS)] * 4]
+    assert sorted(calls) == sorted([(ROWS, inner * DIM), *[(ROWS, ROWS)] * (2 * number)])
 
 
 @pytest.mark.parametrize("mib", [16, 32, 64, 128, 256, 512])
@@ -255,18 +237,68 @@ UNITS = {"CLIP": 10.0, "SigLIP": 30.0, "SupCon": 10.0, "NTXent": 10.0, "MultiSim
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_bf16_rows_lose_nothing_that_bfloat16_shows(name: str) -> None:
+def test_two_numbers_of_bf16_rows_lose_nothing_that_bfloat16_shows(name: str) -> None:
     """The gradient before it is rounded, in units of float32's error; rounded, it is as far from float64 as float32's."""
     truth = evaluate(name, "bf16", None)
     exact = evaluate(name, "bf16", "float32")
     with multiplying_bf16() as calls:
-        found = evaluate(name, "bf16", "bf16")
+        found = evaluate(name, "bf16", "bf16x2")
     assert calls
     for what in truth.keys() - {"value", "logit_scale"}:
         units = off(found[what], truth[what]) / off(exact[what], truth[what])
         assert units < UNITS[name], f"{what}: {units:.1f}"
         rounded = [off(gradient[what].bfloat16(), truth[what]) for gradient in (exact, found)]
         assert rounded[1] < 1.001 * rounded[0], what
+
+
+# relative, about twice what is measured: value, gradient; of float32 the largest was 3.2e-7
+OF_FLOAT32_ROWS = {"bf16x3": (1e-5, 6e-5), "bf16x6": (1e-6, 2e-6)}
+
+
+@pytest.mark.parametrize("choice", OF_FLOAT32_ROWS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_of_float32_rows(name: str, choice: str) -> None:
+    """Six products of parts are as exact as float32, three lose seven of its digits."""
+    truth = evaluate(name, "float32", None)
+    with multiplying_bf16() as calls:
+        found = evaluate(name, "float32", choice)
+    assert calls
+    of_value, of_gradient = OF_FLOAT32_ROWS[choice]
+    for what, expected in truth.items():
+        limit = of_value if what == "value" else of_gradient
+        assert off(found[what], expected) < limit, f"{what}: {off(found[what], expected):.1e}"
+
+
+def test_parts_on_a_device_that_has_no_products_of_bf16_into_float32() -> None:
+    """They are float32, as on the CPU."""
+    for choice in OF_FLOAT32_ROWS:
+        for kind in (ClipLoss, SigLipLoss):
+            expected = bits(kind(products="float32"), torch.float32)
+            assert all(map(torch.equal, bits(kind(products=choice), torch.float32), expected))
+
+
+def test_parts_of_bf16_rows_are_the_rows() -> None:
+    with multiplying_bf16():
+        for kind in (ClipLoss, SigLipLoss):
+            found = bits(kind(products="bf16x6"), torch.bfloat16)
+            expected = bits(kind(products="float32"), torch.bfloat16)
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own inductor
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_compiled_gradient_has_the_same_numbers(number: int) -> None:
+    """The compiler keeps what is left of each rounding."""
+    grad, of_rows, of_columns = torch.randn(8, 6), torch.rand(8), torch.rand(6)
+    expected = products.split(grad.clone(), of_rows, of_columns, number)
+    found = torch.compile(products.split, fullgraph=True)(grad.clone(), of_rows, of_columns, number)
+    whole = grad.double() * of_rows.unsqueeze(1) * of_columns
+    for terms in (found, expected):
+        signs = [1, -1, 1]
+        total = sum(sign * term.double() for sign, term in zip(signs, terms, strict=False))
+        assert off(total, whole) < (2.0**-8, 2.0**-16, 2.0**-23)[number - 1]
+    assert [term.dtype for term in found] == [torch.bfloat16] * number
 
 
 def without_bf16(rank: int) -> None:
@@ -344,7 +376,10 @@ def test_euclidean_tiles_keep_float32() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        *((partial(kind, products="tf32"), "one of 'float32', 'bf16', 'auto'") for kind in (ClipLoss, SigLipLoss)),
+        *(
+            (partial(kind, products="tf32"), f"one of {', '.join(map(repr, CHOICES))}")
+            for kind in (ClipLoss, SigLipLoss)
+        ),
         (
             lambda: ClassShardedLoss(pml.SoftTripleLoss(num_classes=CLASSES, embedding_size=DIM), products="bf16"),
             "not one number times cosines",

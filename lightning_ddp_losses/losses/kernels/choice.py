@@ -36,6 +36,7 @@ _KERNEL_DTYPES = (torch.float32,)
 _LARGEST_DIFFERENCE = (
     1e-3  # of a kernel's numbers, relative to the largest: far above the rounding of float32 and of two terms of bf16
 )
+_NO_ENTRY = -(2.0**20)  # entries that do not count are the lowest number of the dtype, which is not compared
 _OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
 
 
@@ -110,7 +111,7 @@ def _numbers(result: Any) -> list[Tensor]:
     if result is None:
         return []
     if isinstance(result, Tensor):
-        return [result.float()]
+        return [result.float().clamp_min(_NO_ENTRY)]
     if all(isinstance(term, Tensor) and term.dtype == torch.bfloat16 for term in result):
         return [torch.stack([term.float() for term in result]).sum(0)]
     return [number for part in result for number in _numbers(part)]

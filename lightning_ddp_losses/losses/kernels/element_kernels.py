@@ -16,7 +16,8 @@ Arguments that several kernels share:
 | ``own``, ``own_columns``, ``has_own`` | an entry of each row: column ``row + own``, or ``own_columns`` (T,) where ``has_own`` (T,) |
 | ``values`` | (T,), numbers of the own entries |
 | ``row_labels``, ``column_labels`` | (T,) and (C,). Entries of equal labels are positives, but for the own ones |
-| ``high``, ``low`` | (T, C), the gradient. ``TERMS`` 0: it overwrites the products. 1: ``high``. 2: ``high - low`` |
+| ``high``, ``low``, ``lowest`` | (T, C), the gradient: ``high - low + lowest``, ``TERMS`` of them. If 0, it overwrites the products |
+| ``logit_sums`` | (Q, T), sums of rows of the logits times their gradient, without the factors of the gradient |
 
 Legend: ``T`` rows and ``C`` columns of a tile, ``P`` and ``Q`` its blocks of rows and of columns.
 """
@@ -43,6 +44,7 @@ _NUMBERS = [
     ),
     *("row_losses", "row_grads", "row_maxima", "row_sums", "column_maxima", "column_sums", "positive_sums"),
     *("positive_counts", "row_shares", "column_shares", "row_lse", "column_lse", "grad_of_rows", "grad_of_columns"),
+    "logit_sums",
 ]
 
 
@@ -102,7 +104,7 @@ def _are_positives(row_labels, column_labels, row, column, row_inside, column_in
 
 
 @triton.jit
-def _store_terms(grad, products, at, high, low, row, column, inside, columns, TERMS: tl.constexpr):
+def _store_terms(grad, products, at, high, low, lowest, row, column, inside, columns, TERMS: tl.constexpr):
     """Write the gradient of a block."""
     if TERMS == 0:
         tl.store(products + at, grad.to(products.dtype.element_ty), mask=inside)
@@ -110,8 +112,12 @@ def _store_terms(grad, products, at, high, low, row, column, inside, columns, TE
         place = row[:, None] * columns + column[None, :]
         rounded = grad.to(high.dtype.element_ty)
         tl.store(high + place, rounded, mask=inside)
-        if TERMS == 2:
-            tl.store(low + place, (rounded.to(tl.float32) - grad).to(low.dtype.element_ty), mask=inside)
+        if TERMS > 1:
+            rest = rounded.to(tl.float32) - grad
+            rounded = rest.to(low.dtype.element_ty)
+            tl.store(low + place, rounded, mask=inside)
+            if TERMS == 3:
+                tl.store(lowest + place, (rounded.to(tl.float32) - rest).to(lowest.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -135,7 +141,7 @@ def _log1p(small):
 def siglip_kernel(
     products, rows, columns, row_stride, column_stride,
     of_rows=None, of_columns=None, scale=None, bias=None, own=0,
-    row_losses=None, row_grads=None, high=None, low=None,
+    row_losses=None, row_grads=None, logit_sums=None, high=None, low=None, lowest=None,
     TERMS: tl.constexpr = 0, BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
 ):
     """Compute ``softplus(-t z)`` and its derivative. ``row_losses``, ``row_grads``: (Q, T), sums of rows of both."""
@@ -155,11 +161,14 @@ def siglip_kernel(
         sigmoid = tl.where(opposed >= 0, 1.0, small) / (1.0 + small)
         grad = tl.where(is_own, -sigmoid, sigmoid)
         tl.store(row_grads + place, tl.sum(tl.where(inside, grad, 0.0), 1), mask=row_inside)
+        if logit_sums is not None:
+            # two signs cancel
+            tl.store(logit_sums + place, tl.sum(tl.where(inside, opposed * sigmoid, 0.0), 1), mask=row_inside)
         if of_rows is not None:
             grad = grad * _numbers(of_rows, row, row_inside)[:, None]
         if of_columns is not None:
             grad = grad * _numbers(of_columns, column, column_inside)[None, :]
-        _store_terms(grad, products, at, high, low, row, column, inside, columns, TERMS)
+        _store_terms(grad, products, at, high, low, lowest, row, column, inside, columns, TERMS)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_NUMBERS)
@@ -216,7 +225,7 @@ def softmax_terms_kernel(
     of_rows=None, of_columns=None, scale=None, plus=None,
     own=0, own_columns=None, has_own=None, values=None, row_labels=None, column_labels=None,
     row_shares=None, column_shares=None, row_lse=None, column_lse=None,
-    grad_of_rows=None, grad_of_columns=None, high=None, low=None,
+    grad_of_rows=None, grad_of_columns=None, logit_sums=None, high=None, low=None, lowest=None,
     OWN: tl.constexpr = "none", SIGN: tl.constexpr = 1, TERMS: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
 ):
@@ -224,9 +233,9 @@ def softmax_terms_kernel(
 
     ``row_lse``, ``column_lse``: log-sum-exps of rows and columns, times ``SIGN``. ``OWN``: with ``"put"``, own entries of the gradient are
     ``values``. With ``"zero"``, they are 0. With ``"subtract"``, 1 is subtracted. If there are labels, ``row_shares + column_shares`` is
-    subtracted from the positives.
+    subtracted from the positives. ``logit_sums`` do not count own entries.
     """
-    _, _, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    _, column_block, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     at = row[:, None] * row_stride + column[None, :] * column_stride
     inside = row_inside[:, None] & column_inside[None, :]
     logits = _logits(products, at, of_rows, of_columns, scale, plus, row, column, row_inside, column_inside)
@@ -240,6 +249,9 @@ def softmax_terms_kernel(
             shares = shares + _numbers(column_shares, column, column_inside)[None, :]
         positives = _are_positives(row_labels, column_labels, row, column, row_inside, column_inside)
         grad = tl.where(positives, grad - shares, grad)
+    if logit_sums is not None:
+        counted = tl.where(inside & (is_own == 0), logits * grad, 0.0)
+        tl.store(logit_sums + column_block * rows + row, tl.sum(counted, 1), mask=row_inside)
     if OWN == "put":
         grad = tl.where(is_own, _numbers(values, row, row_inside)[:, None], grad)
     elif OWN == "zero":
@@ -250,4 +262,4 @@ def softmax_terms_kernel(
         grad = grad * _numbers(grad_of_rows, row, row_inside)[:, None]
     if grad_of_columns is not None:
         grad = grad * _numbers(grad_of_columns, column, column_inside)[None, :]
-    _store_terms(grad, products, at, high, low, row, column, inside, columns, TERMS)
+    _store_terms(grad, products, at, high, low, lowest, row, column, inside, columns, TERMS)

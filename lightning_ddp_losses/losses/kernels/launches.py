@@ -40,17 +40,20 @@ def _of_columns(products: Tensor, width: int, *names: str) -> Arguments:
     return {name: products.new_empty(blocks, width, dtype=torch.float32) for name in names}
 
 
-def _terms(products: Tensor, device_splits: bool) -> Arguments:
-    """Return memory for a gradient in the form for a product with rows (``products.split``). Not split, it overwrites them."""
-    if not device_splits:
-        return {"TERMS": 0}
-    high, low = (products.new_empty(products.shape, dtype=torch.bfloat16) for _ in range(2))
-    return {"high": high, "low": low, "TERMS": 2}
+_TERMS = "high", "low", "lowest"
+
+
+def _terms(products: Tensor, term_count: int) -> Arguments:
+    """Return memory for a gradient in the form for a product with rows (``products.split``). In float32 it overwrites them."""
+    terms: Arguments = {"TERMS": term_count}
+    for name in _TERMS[:term_count]:
+        terms[name] = products.new_empty(products.shape, dtype=torch.bfloat16)
+    return terms
 
 
 def _written(products: Tensor, terms: Arguments) -> GradTerms:
     """Return the gradient that a kernel has written."""
-    return (terms["high"], terms["low"]) if terms["TERMS"] else (products,)
+    return tuple(terms[name] for name in _TERMS[: terms["TERMS"]]) or (products,)
 
 
 def _of_towers(factors: Any) -> Arguments:
@@ -99,21 +102,24 @@ def _launch(kernel: Any, products: Tensor, *given: Arguments, **further: Any) ->
 
 
 def siglip_tile(
-    products: Tensor, factors: Any, bias: Tensor, with_grads: bool, device_splits: bool
-) -> tuple[Tensor, Tensor | None, GradTerms | None]:
+    products: Tensor, factors: Any, bias: Tensor, with_grads: bool, term_count: int, sums_logits: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, GradTerms | None]:
     """Launch ``siglip.siglip_tile``."""
     sums, terms = _of_rows(products, "row_losses"), Arguments()
     if with_grads:
-        sums |= _of_rows(products, "row_grads")
-        terms = _terms(products, device_splits)
+        sums |= _of_rows(products, "row_grads", *["logit_sums"] * sums_logits)
+        terms = _terms(products, term_count)
     _launch(element_kernels.siglip_kernel, products, _of_towers(factors), sums, terms, bias=bias, own=factors.own)
     losses = sums["row_losses"].sum(0)
     if not with_grads:
-        return losses, None, None
-    return losses, sums["row_grads"].sum(0), _written(products, terms)
+        return losses, None, None, None
+    logit_sums = sums["logit_sums"].sum(0) if sums_logits else None
+    return losses, sums["row_grads"].sum(0), logit_sums, _written(products, terms)
 
 
-def clip_stats(products: Tensor, factors: Any, text_count: int, keep: bool) -> tuple[LogSumExp, LogSumExp | None]:
+def clip_stats(
+    products: Tensor, factors: Any, text_count: int, keep: bool
+) -> tuple[LogSumExp, LogSumExp | None, Tensor | None]:
     """Launch ``clip.clip_stats``."""
     stats = _of_rows(products, "row_maxima", "row_sums")
     if text_count:
@@ -124,7 +130,8 @@ def clip_stats(products: Tensor, factors: Any, text_count: int, keep: bool) -> t
     of_columns = None
     if text_count:
         of_columns = LogSumExp.merged(stats["column_maxima"], stats["column_sums"])
-    return LogSumExp.merged(stats["row_maxima"], stats["row_sums"]), of_columns
+    of_rows = LogSumExp.merged(stats["row_maxima"], stats["row_sums"])
+    return of_rows, of_columns, products if keep else None
 
 
 def clip_terms(
@@ -133,16 +140,18 @@ def clip_terms(
     row_lse: Tensor,
     column_lse: Tensor | None,
     own: Tensor,
-    device_splits: bool,
+    term_count: int,
     are_logits: bool,
-) -> GradTerms:
+    sums_logits: bool,
+) -> tuple[Tensor | None, GradTerms]:
     """Launch ``clip.clip_terms``."""
-    terms = _terms(products, device_splits)
+    terms = _terms(products, term_count)
+    sums = _of_rows(products, "logit_sums") if sums_logits else {}
     of_products = {} if are_logits else _of_towers(factors)
     of_softmaxes = {"row_lse": row_lse, "column_lse": column_lse, "own": factors.own, "values": own, "OWN": "put"}
     of_grad = {"grad_of_rows": factors.of_rows, "grad_of_columns": factors.of_columns}
-    _launch(element_kernels.softmax_terms_kernel, products, of_products, of_softmaxes, of_grad, terms)
-    return _written(products, terms)
+    _launch(element_kernels.softmax_terms_kernel, products, of_products, of_softmaxes, of_grad, sums, terms)
+    return sums["logit_sums"].sum(0) if sums_logits else None, _written(products, terms)
 
 
 # ---------------------------------------------------------------------- classes
@@ -161,10 +170,10 @@ def class_stats(
 
 
 def class_terms(
-    products: Tensor, chunk: Any, minus_lse: Tensor, at_targets: Tensor | None, factors: Any, device_splits: bool
+    products: Tensor, chunk: Any, minus_lse: Tensor, at_targets: Tensor | None, factors: Any, term_count: int
 ) -> GradTerms:
     """Launch ``sharded_softmax.class_terms``."""
-    terms, (of_rows, of_columns) = _terms(products, device_splits), factors
+    terms, (of_rows, of_columns) = _terms(products, term_count), factors
     own = {"values": at_targets, "OWN": "subtract" if at_targets is None else "put"}
     of_grad = {"row_lse": minus_lse, "SIGN": -1, "grad_of_rows": of_rows, "grad_of_columns": of_columns}
     _launch(element_kernels.softmax_terms_kernel, products, _of_classes(chunk), own, of_grad, terms)

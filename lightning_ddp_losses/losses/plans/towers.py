@@ -24,6 +24,7 @@ from lightning_ddp_losses.losses.products import (
     Operand,
     ProductForm,
     choose_form,
+    rounds_rows,
     tile_budget,
 )
 
@@ -73,8 +74,8 @@ class TowerPlan:
         kernel_tile_bytes: Maximum size in bytes for tiles that kernels compute.
         in_ring: True if the second tower is sent around a ring.
         is_full: True if the call already computes in ``dtype``, without entering a context or casting numbers.
-        flags: Whether this rank trains anything, whether it trains the second tower, and whether it multiplies in bf16. The ranks exchange
-            the flags.
+        flags: Whether this rank trains anything, whether it trains the second tower, and whether it multiplies rows as bf16 numbers. The
+            ranks exchange the flags.
         unreached: Names of trainable parameters that backward does not reach, such as those that the caller's numbers replace.
         layout: Layout of the second tower's gather, with values that must be equal on all ranks.
         sums: The exchange of the loss's sums.
@@ -130,7 +131,7 @@ class TowerPlan:
         second_tower = [tensor for name, tensor in given.items() if name in ("texts", "extra_texts")]
         trains_columns = records_graph and any(tensor.requires_grad for tensor in second_tower)
         trains = records_graph and any(tensor.requires_grad for tensor in (rows.images, *computed))
-        flags = bytes([trains or trains_columns, trains_columns, form == "bf16"])
+        flags = bytes([trains or trains_columns, trains_columns, rounds_rows(form)])
         unreached = []
         if records_graph:
             for name, parameter in module.named_parameters():
@@ -160,7 +161,7 @@ class TowerPlan:
 
     def operand(self, rows: Tensor, form: ProductForm) -> Operand:
         """Return rows in the given form for products."""
-        if form != "bf16":
+        if not rounds_rows(form):
             rows = rows.to(self.dtype)
         return Operand.prepare(rows, form, normalize=self.normalize)
 

@@ -37,7 +37,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     pair_loss_of,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
+from lightning_ddp_losses.losses.products import ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, HalfNumbers, OwnFirstPairs, Place
@@ -372,7 +372,7 @@ class _Tiles:
         if is_one_batch:
             rows = columns.part(slice(*call.bound))
             if pairs.column_order is not None:  # a view would keep the unsorted columns in memory
-                rows = Operand(rows.rows.clone(), None if rows.lengths is None else rows.lengths.clone())
+                rows = rows.copied()
         else:
             rows = distance.prepare(embeddings)
         self._prepared = rows

@@ -477,16 +477,16 @@ class TileDistance:
 
     Args:
         distance: The loss's distance.
+        form: Form of products of rows.
 
     Attributes:
         needs_matrix_in_vjp: True if ``vjp_`` reads the matrix in addition to its gradient.
     """
 
     needs_matrix_in_vjp: bool = False
-    _form: products.ProductForm = "float32"
 
-    def __init__(self, distance: Any) -> None:
-        self._distance = distance
+    def __init__(self, distance: Any, form: products.ProductForm = "float32") -> None:
+        self._distance, self._form = distance, form
 
     @torch.no_grad()
     def prepare(self, embeddings: Tensor) -> products.Operand:
@@ -569,23 +569,21 @@ class DotProduct(TileDistance):
 
 
 class TensorCoreProduct(TileDistance):
-    """Similarity as a product of bf16 rows, on tensor cores."""
-
-    _form = "bf16"
+    """Similarity as a product of bf16 rows, or of parts of rows, on tensor cores."""
 
     def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
         factors = rows.factors
         factors = out.new_full((1,), scale) if factors is None else factors * scale
-        return products.add_factors_(products.product(rows.rows, columns.rows, out=out), factors, columns.factors)
+        return products.add_factors_(products.product(rows.left, columns.right, out=out), factors, columns.factors)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         factors = rows.kept.factors, columns.kept.factors
-        terms = products.split(matrix_grad, *factors, products.splits("bf16", matrix_grad.device))
+        terms = products.split(matrix_grad, *factors, products.grad_terms_of(self._form, matrix_grad.device))
         if rows.sums is not None:
-            products.add_to_left_(rows.sums, terms, columns.kept.rows, scale=scale)
+            products.add_to_left_(rows.sums, terms, columns.kept, scale=scale)
         if columns.sums is not None:
             wanted = tuple(term[:, columns.first :] for term in terms)
-            products.add_to_right_(columns.sums, wanted, rows.kept.rows, scale=scale)
+            products.add_to_right_(columns.sums, wanted, rows.kept, scale=scale)
 
 
 class EuclideanDistance(TileDistance):
@@ -649,7 +647,7 @@ def tile_distance(distance: Any, columns: int, form: products.ProductForm = "flo
         form: Form of plain products of rows.
     """
     if is_one_product(distance):
-        return DotProduct(distance) if form == "float32" else TensorCoreProduct(distance)
+        return DotProduct(distance) if form == "float32" else TensorCoreProduct(distance, form)
     is_norm = DISTANCES[type(distance)].form == "norm" and distance.power == 1
     if is_norm and distance.p == 2 and columns > _DIRECT_ROWS:
         return EuclideanDistance(distance)
