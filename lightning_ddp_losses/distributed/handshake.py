@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -63,6 +63,7 @@ PEER_TIMEOUT = timedelta(seconds=60)
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 8 << 10, 256 << 10
 _LARGEST_HANDSHAKE = 64 << 10
 _LINE_CHARACTERS = 200  # limit for the source line of a call of the program
+_LEFT_OUT = "a rank left out what the others did (a branch on rank or on local data)."
 _WINDOW = 64  # number of handshakes without a longer one, after which the size of the longest is discarded
 
 
@@ -211,6 +212,7 @@ class Channel:
         opened: Number of handshakes of losses and layers so far. It is equal on all ranks while they agree.
         sent: Number of all handshakes so far.
         meetings: Combinations of loss instances that the ranks have called together.
+        before_message: Called before each handshake. None outside of a formula that follows a list of exchanges without handshakes.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: process_groups.ProcessGroups) -> None:
@@ -218,6 +220,7 @@ class Channel:
         self.is_of_losses = group is groups.handshakes and len(groups.ranks) == process_groups.world_size()
         self.handshake_bytes = HANDSHAKE_BYTES
         self.pending: PendingHandshake | None = None
+        self.before_message: Callable[[], None] | None = None
         self.opened = self.sent = 0
         self.meetings = Meetings()
         self._largest = max(_LARGEST_HANDSHAKE, _largest_inline(len(groups.ranks)))
@@ -283,6 +286,8 @@ class PendingHandshake:
         self._origin = origin
         self._received: ReceivedMessages | None = None
         self._error: DDPLossError | None = None  # raised again by each further call of `finish`
+        if channel.before_message is not None:
+            channel.before_message()
         # 1. the peers' messages in the previous handshake determine the size of this one
         if channel.pending is not None and kind == CALL:
             channel.pending.finish()  # ranks that disagreed in it stop with the error
@@ -368,16 +373,10 @@ class PendingHandshake:
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
         call = self.call
-        fix = "a rank left out what the others did (a branch on rank or on local data)."
+        fix = _LEFT_OUT
         if self._origin == NAMED:
             fix = f"a rank did not make this call. {call.advice}"
-        return liveness.lost_peer_error(error, str(call)) or PeerError(
-            f"rank {self._channel.group.rank()} waited in {call}",
-            expected="every rank to come to a loss, metric, layer or backward of this package",
-            got=f"no answer from some rank ({str(error).splitlines()[0]})",
-            fix=f"Look at the ranks' output for the first error; where there is none, {fix}",
-            page="F37",
-        )
+        return missing_peers_error(error, str(call), self._channel.group, fix=fix)
 
     def _receive_rest(self, headers: list[Header], timeout: timedelta | None) -> list[Header]:
         """Return the headers completed by the parts of messages that did not fit. Communication: up to two gathers."""
@@ -404,6 +403,26 @@ class PendingHandshake:
         everyone, work = start_gather(part, group=self._channel.group)
         wait(work, timeout)
         return [row[:size].tobytes() for row, size in zip(everyone.numpy(), sizes, strict=True)]
+
+
+def missing_peers_error(
+    error: RuntimeError, where: str, group: dist.ProcessGroup, *, fix: str = _LEFT_OUT
+) -> PeerError:
+    """Return the error for ranks that do not answer, from gloo's error for a timeout or a closed connection.
+
+    Args:
+        error: The error of gloo.
+        where: What this rank waited in.
+        group: The group of the collective.
+        fix: The cause if no rank shows an error.
+    """
+    return liveness.lost_peer_error(error, where) or PeerError(
+        f"rank {group.rank()} waited in {where}",
+        expected="every rank to come to a loss, metric, layer or backward of this package",
+        got=f"no answer from some rank ({str(error).splitlines()[0]})",
+        fix=f"Look at the ranks' output for the first error; where there is none, {fix}",
+        page="F37",
+    )
 
 
 class _OwnHandshake(PendingHandshake):

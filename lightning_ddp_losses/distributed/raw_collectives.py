@@ -391,6 +391,15 @@ def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     return _all_reduce(tensor, wide_dtype(tensor.dtype), dist.ReduceOp.SUM, group)
 
 
+def add_over_ranks_(tensor: Tensor, group: Group) -> None:
+    """Replace a contiguous tensor, of a dtype that backends add, by its sum. Communication: one all-reduce."""
+    carried = _staged(tensor, group)
+    reducing = dist.all_reduce(carried, group=group_for(carried, group), async_op=True)
+    _wait_for(reducing, carried)
+    if carried is not tensor:
+        tensor.copy_(carried)
+
+
 def max_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     """Return the element-wise maximum over ranks. Communication: one all-reduce, or none in a world of one rank."""
     if process_groups.world_size(group) == 1:

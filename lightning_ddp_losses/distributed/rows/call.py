@@ -16,7 +16,8 @@ of the same six maps:
 Everything after a sum is computed in full on every rank, so every rank has its whole gradient. Sums of the formula are pending until a
 value is required, and share an exchange (``pending``). The same applies to sums of backward (``maps``).
 
-Each exchange begins with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
+Each exchange begins with a handshake, unless it is a sum that the previous call with the same signature has made too (``listed``). It
+compares the operation, the line of the program, the operations since the last exchange with their
 numbers, and a fingerprint of each plain tensor on the CPU that was combined with rows. Small amounts of data on the CPU are sent in the
 handshake. Fingerprints of tensors on an accelerator are compared at the end of the call, for which the host waits once.
 
@@ -37,6 +38,7 @@ from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import host_bytes, tensor_of_bytes
+from lightning_ddp_losses.distributed.rows.listed import ExchangeList
 from lightning_ddp_losses.distributed.user_line import callers, package_of, shown_line
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
@@ -89,6 +91,25 @@ class Watched(NamedTuple):
     fix: str = _COPIED
 
 
+class Meeting(NamedTuple):
+    """What ranks compare in an exchange.
+
+    Attributes:
+        what: The operation.
+        compared: Values that must be equal on all ranks, by name.
+        plain: Plain tensors that must be equal on all ranks.
+    """
+
+    what: str
+    compared: dict[str, object]
+    plain: list[Tensor]
+
+    @property
+    def text(self) -> str:
+        """The operation and the values, one per line."""
+        return "\n".join([self.what, *(f"{name}={value}" for name, value in self.compared.items())])
+
+
 class UnsentSums:
     """The pending values of one call.
 
@@ -112,16 +133,19 @@ class RowsCall:
     Args:
         title: Name of the loss in messages.
         group: Process group. None is the world.
+        signature: What identifies the calls that make the same exchanges, equal on all ranks.
 
     Attributes:
+        exchanges: The list of exchanges that ranks follow or record.
         exchanged: The exchanges so far, forward and backward.
         is_over: True after the formula has returned. From then on, rows stored by the formula can only be used by a checkpoint in backward.
         has_grad_mode: Whether gradients were enabled when the call began.
         waiting: Values that wait for an exchange.
     """
 
-    def __init__(self, title: str, group: Group) -> None:
+    def __init__(self, title: str, group: Group, signature: str) -> None:
         self.title, self.group = title, group
+        self.exchanges = ExchangeList(signature, group)
         self.rank = process_groups.rank(group)
         self.world_size = process_groups.world_size(group)
         self.exchanged: list[Exchanged] = []
@@ -130,6 +154,7 @@ class RowsCall:
         self.waiting = UnsentSums()
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
+        self._uncompared: list[tuple[Tensor, bytes]] = []  # plain tensors, and their fingerprints
         self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
         self._watched: list[Watched] = []
         self._arguments: list[tuple[str, Tensor, int]] = []
@@ -187,14 +212,8 @@ class RowsCall:
                     fix=fix,
                 )
 
-    def meet(self, what: str, line: str, must_match: dict[str, object], payload: bytes = b"") -> list[bytes]:
-        """Begin an exchange with all ranks, and return their payloads in rank order. Collective.
-
-        Raises:
-            RankMismatchError: on every rank, if operations, lines, shapes or plain tensors differ.
-
-        Communication: one handshake.
-        """
+    def meeting(self, what: str, line: str, must_match: dict[str, object]) -> Meeting:
+        """Return what ranks compare in the next exchange. It includes the operations and plain tensors since the last one."""
         plain, self._plain = list(self._plain.values()), {}
         operations, self._operations = self._operations, []
         compared = {
@@ -203,11 +222,52 @@ class RowsCall:
             "operations since the last exchange": "; ".join(operations),
             "tensors that rows have met": "; ".join(_form_of(tensor) for tensor in plain),
         }
-        on_host = [tensor for tensor in plain if _is_on_host(tensor)]
-        prints = b"".join(host_bytes(_fingerprint(tensor)) for tensor in on_host)
-        payloads = handshake.all_gather(f"{self.title}: {what}", compared, prints + payload, group=self.group)
-        self._refuse_other_plain(on_host, payloads)
-        return [sent[len(prints) :] for sent in payloads]
+        return Meeting(f"{self.title}: {what}", compared, plain)
+
+    def listed_sums(self, meeting: Meeting, parts: Sequence[tuple[Tensor, str]]) -> list[Tensor] | None:
+        """Return the combined parts of all ranks if the list of exchanges contains this one. If None, ranks must meet in a handshake.
+
+        The fingerprints of plain tensors are compared in the next handshake, at the end of the call at the latest.
+
+        Communication: ``ExchangeList.sums``.
+        """
+        found = self.exchanges.sums(meeting.text, parts)
+        if found is not None:
+            self._uncompared += _fingerprints_of(meeting.plain)
+        return found
+
+    def meet(self, meeting: Meeting, payload: bytes = b"", parts: Sequence[tuple[Tensor, str]] = ()) -> list[bytes]:
+        """Begin an exchange with all ranks, and return their payloads in rank order. Collective.
+
+        Args:
+            meeting: What ranks compare.
+            payload: This rank's bytes.
+            parts: This rank's parts of sums, and how each is combined. Sums can be exchanged without a handshake in the next call.
+
+        Raises:
+            RankMismatchError: on every rank, if operations, lines, shapes or plain tensors differ.
+
+        Communication: one handshake.
+        """
+        self.exchanges.before_handshake(meeting.text)
+        payloads = self._handshake(meeting, payload)
+        self.exchanges.record(meeting.text, parts)
+        return payloads
+
+    def _handshake(self, meeting: Meeting, payload: bytes) -> list[bytes]:
+        """Compare a meeting with all ranks, and return their payloads."""
+        prints, self._uncompared = self._uncompared + _fingerprints_of(meeting.plain), []
+        own = b"".join(content for _, content in prints)
+        compared = meeting.compared
+        if self.exchanges.departure:
+            compared = {**compared, "left the list of exchanges": self.exchanges.departure}
+        try:
+            payloads = handshake.all_gather(meeting.what, compared, own + payload, group=self.group)
+            self._refuse_other_plain([tensor for tensor, _ in prints], payloads)
+        except Exception:
+            self.exchanges.stop()
+            raise
+        return [sent[len(own) :] for sent in payloads]
 
     def meet_at_end(
         self, lines: str = "", must_match: dict[str, object] | None = None, payload: bytes = b""
@@ -231,9 +291,13 @@ class RowsCall:
         prints = b""
         if met:
             prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
+        self.exchanges.before_handshake("")
         compared = {"exchanges": len(self.exchanged), "on a device": len(met), **(must_match or {})}
-        payloads = self.meet("result", lines, compared, prints + payload)
+        if self.exchanges.have_some_left():
+            compared["a rank has left the list of exchanges"] = "yes"
+        payloads = self._handshake(self.meeting("result", lines, compared), prints + payload)
         self._refuse_other_plain([tensor for tensor, _ in met], payloads)
+        self.exchanges.store()
         return [sent[len(prints) :] for sent in payloads]
 
     def _refuse_other_plain(self, tensors: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
@@ -266,7 +330,7 @@ class RowsCall:
     def count(self, rows: int, operator: str) -> tuple[int, ...]:
         """Return the numbers of rows of all ranks. Communication: one handshake."""
         line = line_of_loss()
-        payloads = self.meet(f"rows of {operator}", line, {}, rows.to_bytes(8, "little"))
+        payloads = self.meet(self.meeting(f"rows of {operator}", line, {}), rows.to_bytes(8, "little"))
         self.exchanged.append(Exchanged("counts", operator, line, 1))
         return tuple(int.from_bytes(sent, "little") for sent in payloads)
 
@@ -349,6 +413,11 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     wide = wide.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)
     weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device).sin_()
     return torch.stack([wide.sum(), wide.dot(weights), wide.abs().sum()])
+
+
+def _fingerprints_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bytes]]:
+    """Return the tensors on the CPU with their fingerprints."""
+    return [(tensor, host_bytes(_fingerprint(tensor))) for tensor in tensors if _is_on_host(tensor)]
 
 
 def _is_on_host(tensor: Tensor) -> bool:

@@ -46,6 +46,7 @@ class OpenedRows:
         args: Positional arguments, with tensors replaced by rows.
         kwargs: Keyword arguments, with tensors replaced by rows.
         call: Their call.
+        digests: Digests of the lists of exchanges of all ranks.
         extras: The bytes of all ranks.
         own: This rank's tensors among the arguments.
         counts: Rows of each rank, by argument (those in lists and dicts are left out).
@@ -67,7 +68,6 @@ class OpenedRows:
         extra: bytes,
         group: Group,
     ) -> None:
-        self.call = RowsCall(title, group)
         own: list[Tensor] = []
         dims: list[int | None] = []
         names: list[str] = []
@@ -85,8 +85,11 @@ class OpenedRows:
             "other arguments": _texts_in(given),
             "gradients": "on" if torch.is_grad_enabled() else "off",
         }
-        payloads = handshake.all_gather(title, must_match | forms, payload + extra, group=group)
-        self.extras = [sent[len(payload) :] for sent in payloads]
+        self.call = RowsCall(title, group, "\n".join([title, *forms.values()]))
+        digest = self.call.exchanges.digest
+        payloads = handshake.all_gather(title, must_match | forms, payload + digest + extra, group=group)
+        self.digests = [sent[len(payload) : len(payload) + len(digest)] for sent in payloads]
+        self.extras = [sent[len(payload) + len(digest) :] for sent in payloads]
         rows = [self._opened(number, tensor, dims[number], payloads) for number, tensor in enumerate(own)]
         for name, tensor, dim in zip(names, own, dims, strict=True):
             if dim is not None and not tensor.is_inference():
@@ -136,15 +139,18 @@ class OpenedRows:
 def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
     """Return the value of a formula, whose operators on rows follow the rules."""
     call = opened.call
+    call.exchanges.begin(opened.digests)
     try:
         with inside_global_batch():
             value = formula(*opened.args, **opened.kwargs)
             value = opened.close(value)
-    except RuntimeError as error:
-        if "Cannot access data pointer" not in str(error):
+    except Exception as error:
+        call.exchanges.fail(error)
+        if not isinstance(error, RuntimeError) or "Cannot access data pointer" not in str(error):
             raise
         raise memory_error("a kernel or an export on rows of all ranks", line_of_error(error)) from error
     finally:
+        call.exchanges.end()
         call.is_over = True
     if isinstance(formula, nn.Module):
         _resolve_buffers_(formula)

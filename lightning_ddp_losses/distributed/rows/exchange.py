@@ -17,9 +17,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     wide_dtype,
 )
 from lightning_ddp_losses.distributed.rows.call import Exchanged, Place, RowsCall
-
-SUM, STACK = "sum", "stack"
-"""How the parts of all ranks are combined: as their sum, or stacked as (W, ...)."""
+from lightning_ddp_losses.distributed.rows.listed import STACK, SUM
 
 
 class Part(NamedTuple):
@@ -45,11 +43,12 @@ class SharedExchange:
 
     Attributes:
         parts: The parts.
+        call: Their call.
     """
 
     def __init__(self, call: RowsCall, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self._call = call
+        self.call = call
         self._riding: list[int] = []
         self._others: list[int] = []
         free = handshake.inline_capacity(call.group) // 2
@@ -72,12 +71,21 @@ class SharedExchange:
         """Return the values that must be equal on all ranks."""
         tensors = [part.tensor for part in self.parts]
         forms = [f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}" for tensor in tensors]
-        return {"sums": self.operators(), "of": "; ".join(forms), "exchanges before": len(self._call.exchanged)}
+        return {"sums": self.operators(), "of": "; ".join(forms), "exchanges before": len(self.call.exchanged)}
 
     def payload(self) -> bytes:
         """Return the parts that are sent in the handshake."""
         tensors = [self.parts[number].tensor for number in self._riding]
         return b"".join(host_bytes(tensor.resolve_conj().contiguous()) for tensor in tensors)
+
+    def own(self) -> list[tuple[Tensor, str]]:
+        """Return this rank's parts, and how each is combined."""
+        return [(part.tensor.resolve_conj(), part.kind) for part in self.parts]
+
+    def note(self) -> None:
+        """Record the exchange in the call."""
+        numbers = sum(part.tensor.numel() for part in self.parts)
+        self.call.exchanged.append(Exchanged("sum", self.operators(), self.lines(), numbers))
 
     def values(self, payloads: Sequence[bytes]) -> list[Tensor]:
         """Return the value of each part, after the handshake.
@@ -87,8 +95,7 @@ class SharedExchange:
 
         Communication: one sum for each dtype and device of the parts that were not sent in the handshake.
         """
-        numbers = sum(part.tensor.numel() for part in self.parts)
-        self._call.exchanged.append(Exchanged("sum", self.operators(), self.lines(), numbers))
+        self.note()
         found: dict[int, Tensor] = {}
         start = 0
         for number in self._riding:
@@ -99,21 +106,31 @@ class SharedExchange:
         self._sum_others(found)
         return [found[number] for number in range(len(self.parts))]
 
-    def run(self) -> list[Tensor]:
+    def run(self, operations: dict[str, object] | None = None) -> list[Tensor]:
         """Return the value of each part, from a separate exchange.
+
+        Args:
+            operations: Further values that must be equal on all ranks.
 
         Raises:
             RankMismatchError: on every rank, if the parts differ.
 
-        Communication: one handshake, and one sum for each dtype and device of the parts that do not fit into it.
+        Communication: one handshake, and one sum for each dtype and device of the parts that do not fit into it. If the previous call has
+        made the same exchange, only its sums.
         """
         gradient = "gradient of " if self.parts[0].place.in_backward else ""
-        what = gradient + self.operators()
-        return self.values(self._call.meet(what, self.lines(), self.must_match(), self.payload()))
+        meeting = self.call.meeting(
+            gradient + self.operators(), self.lines(), {**self.must_match(), **(operations or {})}
+        )
+        found = self.call.listed_sums(meeting, self.own())
+        if found is None:
+            return self.values(self.call.meet(meeting, self.payload(), self.own()))
+        self.note()
+        return found
 
     def _sum_others(self, found: dict[int, Tensor]) -> None:
         """Sum the parts that are on an accelerator or large."""
-        group = self._call.group
+        group = self.call.group
         by_form: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number in self._others:
             part = self.parts[number]

@@ -25,7 +25,8 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     tensor_of_bytes,
 )
 from lightning_ddp_losses.distributed.rows.call import Exchanged, Place, RowsCall, line_of_loss
-from lightning_ddp_losses.distributed.rows.exchange import SUM, Part, SharedExchange
+from lightning_ddp_losses.distributed.rows.exchange import Part, SharedExchange
+from lightning_ddp_losses.distributed.rows.listed import SUM
 
 # ---------------------------------------------------------------------- from rows to plain tensors and back
 
@@ -255,4 +256,5 @@ def _own_rows_of_sum(whole: Tensor, counts: tuple[int, ...], dim: int, place: Pl
 def _meet(place: Place, what: str, form: str, payload: bytes = b"") -> list[bytes]:
     gradient = "gradient of " if place.in_backward else ""
     must_match: dict[str, object] = {"of": form, "exchanges before": len(place.call.exchanged)}
-    return place.call.meet(f"{gradient}{what} ({place.operator})", place.line, must_match, payload)
+    call = place.call
+    return call.meet(call.meeting(f"{gradient}{what} ({place.operator})", place.line, must_match), payload)

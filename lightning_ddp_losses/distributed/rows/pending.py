@@ -30,7 +30,8 @@ from lightning_ddp_losses.distributed.rows.deferred import (
     Operation,
     text_of,
 )
-from lightning_ddp_losses.distributed.rows.exchange import STACK, SUM, Part, SharedExchange
+from lightning_ddp_losses.distributed.rows.exchange import Part, SharedExchange
+from lightning_ddp_losses.distributed.rows.listed import STACK, SUM
 from lightning_ddp_losses.distributed.rows.maps import added_now, cut_at, shared_now, stacked_now
 from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
 from lightning_ddp_losses.errors import InputError
@@ -319,12 +320,11 @@ def exchange_pending(call: RowsCall) -> None:
     Raises:
         RankMismatchError: on every rank, if the sums or the operators on them differ.
 
-    Communication: one handshake, and one sum per dtype for sums that do not fit into it.
+    Communication: ``SharedExchange.run``.
     """
     exchange = _Exchange(call)
     if exchange.sums:
-        payloads = call.meet(exchange.operators(), exchange.lines(), exchange.must_match(), exchange.payload())
-        exchange.finish(payloads)
+        exchange.finish(exchange.run())
 
 
 def close_call(call: RowsCall) -> None:
@@ -339,7 +339,7 @@ def close_call(call: RowsCall) -> None:
     if not exchange.sums:
         call.meet_at_end()
         return
-    exchange.finish(call.meet_at_end(exchange.lines(), exchange.must_match(), exchange.payload()))
+    exchange.finish(exchange.run_at_end())
 
 
 class _Exchange:
@@ -360,26 +360,24 @@ class _Exchange:
         self.sums = [each for each in waiting if each._operation is None]
         self._shared = SharedExchange(call, [_part_of(each) for each in self.sums])
 
-    def operators(self) -> str:
-        """Return the names of the operators whose sums are exchanged."""
-        return self._shared.operators()
+    def run(self) -> list[Tensor]:
+        """Return the values of the sums. Communication: ``SharedExchange.run``."""
+        return self._shared.run(self._operations())
 
-    def lines(self) -> str:
-        """Return the lines of the loss, each once."""
-        return self._shared.lines()
+    def run_at_end(self) -> list[Tensor]:
+        """Return the values of the sums, from the exchange at the end of the formula. Communication: ``close_call``."""
+        shared = self._shared
+        must_match = {**shared.must_match(), **self._operations()}
+        return shared.values(shared.call.meet_at_end(shared.lines(), must_match, shared.payload()))
 
-    def must_match(self) -> dict[str, object]:
-        """Return the values that must be equal on all ranks."""
+    def _operations(self) -> dict[str, object]:
+        """Return the operators on sums, which ranks compare."""
         texts = [f"#{each._number}: {each._operation.text}" for each in self._waiting if each._operation is not None]
-        return {**self._shared.must_match(), "operations on sums": "; ".join(texts)}
+        return {"operations on sums": "; ".join(texts)}
 
-    def payload(self) -> bytes:
-        """Return those of this rank's parts that are sent in the handshake."""
-        return self._shared.payload()
-
-    def finish(self, payloads: Sequence[bytes]) -> None:
-        """Resolve all pending values."""
-        for each, value in zip(self.sums, self._shared.values(payloads), strict=True):
+    def finish(self, values: Sequence[Tensor]) -> None:
+        """Resolve all pending values, from the values of the sums."""
+        for each, value in zip(self.sums, values, strict=True):
             each._value = value
         with contextlib.ExitStack() as stack:
             if torch_compat.are_saved_tensors_hooked():
