@@ -174,9 +174,8 @@ class BatchCheck(RankCheck, default=True):
         self._noise.end(must_leave=True)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Read the batch."""
+        """Compare the batch with the checkpoint, and look for noise."""
         read = self._batches
-        read.see(batch, batch_idx)
         # the first batch after resuming in the middle of an epoch
         saved, self._saved = self._saved, None
         if saved is not None and saved.epoch == trainer.current_epoch and batch_idx:

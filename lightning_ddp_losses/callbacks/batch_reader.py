@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
@@ -52,7 +52,7 @@ class EpochRecord(NamedTuple):
 
 
 class BatchReader:
-    """Reads batches and stores their hashes. All checks of a fit share one reader (``runner.shared(BatchReader)``).
+    """Reads batches and stores their hashes. All checks of a fit share one reader.
 
     Attributes:
         rows: Number of rows in the latest batch (in its first tensor).
@@ -67,7 +67,6 @@ class BatchReader:
 
     def __init__(self, runner: CheckRunner) -> None:
         self._runner = runner
-        self._last: tuple[int, int] | None = None
         self.rows = self.samples = self.total_rows = self.number = 0
         self.content = self.distinct = self.read_step = 0
         self.first: dict[int, int] = {}
@@ -76,12 +75,9 @@ class BatchReader:
         self._late: Callable[[], None] | None = None  # reads the batch that is being copied
         self._counts = [0] * BUCKETS
 
-    def see(self, batch: Any, index: int) -> None:
-        """Read a batch, once."""
-        epoch = self._runner.trainer.current_epoch
-        if self._last == (epoch, index):
-            return
-        self._last = (epoch, index)
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+        """Read a batch."""
+        epoch = trainer.current_epoch
         self.content = self.distinct = 0
         self._read_late()
         is_first = epoch != self._epoch

@@ -83,6 +83,36 @@ class SentBuffer:
         return self._in_order.read()[0], sum(hashes) & _MASK, self.is_queue
 
 
+class ReadBuffers:
+    """The compared buffers of one kind.
+
+    Attributes:
+        values: Buffers that were read last, by path.
+        judged: Fingerprints of the buffers that were judged last, by path.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.judged: dict[str, SentBuffer] = {}
+
+    def start(self, slots: Sequence[BufferSlot]) -> Callable[[], Numbers]:
+        """Start to read buffers. Return a function for their number and a hash of their names and fingerprints."""
+        self.values = {}
+        sent: dict[str, SentBuffer] = {}
+        for slot in slots:
+            value = torch_compat.buffer_slots(slot.owner).get(slot.name)
+            if value is not None and not value.is_meta and is_plain_memory(value):
+                self.values[slot.path] = value.int_repr() if value.is_quantized else value
+                sent[slot.path] = SentBuffer(self.values[slot.path], is_queue=slot.is_queue)
+
+        def read() -> Numbers:
+            self.judged = sent  # for the explanation
+            named = [(name, *buffer.read()) for name, buffer in sent.items()]
+            return {"number": len(named), "values": hash_text(repr(named))}
+
+        return read
+
+
 class BufferSlot(NamedTuple):
     """Identifies a buffer by its owner and name, since the tensor may be replaced.
 
@@ -248,10 +278,7 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._slots: list[BufferSlot] | None = None
-        self._own_buffers: dict[str, Tensor] = {}
-        self._own_judged: dict[str, SentBuffer] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self._judged: dict[str, SentBuffer] = {}
+        self._read_by_name = {BUFFERS: ReadBuffers(), OWN_BUFFERS: ReadBuffers()}  # by the name of their finding
         self._states: dict[str, StateKind] = {}
         # number of forwards of each DDP since the last backward, and its buffers before the second forward
         self._forwards: dict[int, int] = {}
@@ -286,10 +313,6 @@ class BufferSyncCheck(RankCheck, default=True):
         """Reset the count of forwards, also after a backward that only accumulates, because buffers are no longer used after it."""
         self._forwards, self._before_second = {}, None
 
-    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Read rows and labels, for the advice."""
-        self._batches.see(batch, batch_idx)
-
     # ------------------------------------------------------------------ facts
 
     def _read_start(self) -> Numbers:
@@ -313,31 +336,16 @@ class BufferSyncCheck(RankCheck, default=True):
         values = [] if before_second is None else before_second.read()
         return {"forwards": forwards, "buffers": hash_text(repr(values)) if values else 0, "step": step}
 
-    def _read_buffers(self) -> Numbers | Callable[[], Numbers]:
+    def _read_buffers(self) -> Callable[[], Numbers]:
         """Start to read the compared buffers, and return a function for their number and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = [slot for slot in compared_buffers(self.runner.module) if not slot.is_own]
-        if not self._slots:
-            self._buffers, self._judged = {}, {}
-            return _NO_BUFFERS
-        self._buffers, sent = _send(self._slots)
-
-        def read() -> Numbers:
-            self._judged = sent  # for the explanation
-            return _numbers_of(sent)
-
-        return read
+        return self._read_by_name[BUFFERS].start(self._slots)
 
     def _read_own_buffers(self) -> Callable[[], Numbers]:
         """Start to read the buffers of the user's modules, and return a function for their number and hash."""
         slots = [slot for slot in compared_buffers(self.runner.module) if slot.is_own]
-        self._own_buffers, sent = _send(slots)
-
-        def read() -> Numbers:
-            self._own_judged = sent
-            return _numbers_of(sent)
-
-        return read
+        return self._read_by_name[OWN_BUFFERS].start(slots)
 
     def _read_own_after_step(self) -> Callable[[], Numbers] | None:
         """Start to read the buffers of the user's modules after the first step and every 64th step. Otherwise return None."""
@@ -385,9 +393,9 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return this rank's fingerprints, or the kind of a state."""
-        judged = {BUFFERS: self._judged, OWN_BUFFERS: self._own_judged}
-        if finding.name in judged:
-            return {name: [*sent.read(), list(sent.shape)] for name, sent in judged[finding.name].items()}
+        if finding.name in self._read_by_name:
+            judged = self._read_by_name[finding.name].judged.items()
+            return {name: [*sent.read(), list(sent.shape)] for name, sent in judged}
         if finding.fault != "F52":
             return None
         return [self._states.get(name, StateKind(0)) for name in finding.name.split(", ")]
@@ -404,28 +412,8 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""
-        return self._buffers.get(finding.name, self._own_buffers.get(finding.name))
-
-
-def _send(slots: Sequence[BufferSlot]) -> tuple[dict[str, Tensor], dict[str, SentBuffer]]:
-    """Start to read buffers. Return their values and fingerprints by path."""
-    values: dict[str, Tensor] = {}
-    sent: dict[str, SentBuffer] = {}
-    for slot in slots:
-        value = torch_compat.buffer_slots(slot.owner).get(slot.name)
-        if value is not None and not value.is_meta and is_plain_memory(value):
-            values[slot.path] = value.int_repr() if value.is_quantized else value
-            sent[slot.path] = SentBuffer(values[slot.path], is_queue=slot.is_queue)
-    return values, sent
-
-
-def _numbers_of(sent: Mapping[str, SentBuffer]) -> Numbers:
-    """Return the number of buffers, and a hash of their names and fingerprints."""
-    named = [(name, *buffer.read()) for name, buffer in sent.items()]
-    return {"number": len(named), "values": hash_text(repr(named))}
-
-
-_NO_BUFFERS = _numbers_of({})
+        values = [read.values[finding.name] for read in self._read_by_name.values() if finding.name in read.values]
+        return values[0] if values else None
 
 
 def _differing_shapes(column: Sequence[list[Any] | None]) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ class Check:
         stages: Stages at which the check measures and judges.
         faults: Ids of the faults that the check covers.
         needs_peers: True if the check does not run in a world of one.
-        shares: Pairs of an attribute and the function that creates its object, which all checks share (``CheckRunner.shared``).
+        shares: Pairs of an attribute and the function that creates its object, which all checks share (``CheckRunner.shared``). The
+            object's observations are called before the observations of checks.
     """
 
     facts: ClassVar[tuple[Fact, ...]] = ()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -46,10 +46,6 @@ class CheckpointCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._made_by: dict[str, Any] | None = None
-
-    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the rows of the batch."""
-        self._batches.see(batch, batch_idx)
 
     def _description(self, trainer: Trainer) -> dict[str, Any]:
         """Return the numbers that describe this fit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ class CommunicationMonitor(RankCheck, default=True):
         >>> checks = DDPChecks([CommunicationMonitor(every_n_steps=200)], log_figures=True)
     """
 
+    shares = (("_snapshot", DDPSnapshot),)
+    _snapshot: DDPSnapshot = field(init=False)
+
     every_n_steps: int = 50
 
     def _forget(self) -> None:
@@ -48,10 +51,6 @@ class CommunicationMonitor(RankCheck, default=True):
         self._calls: list[CollectiveCall] = []
         self._step_seconds: list[float] = []
         self._busy_seconds: list[float] = []
-
-    def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Create the shared snapshot of DDP's state."""
-        self._snapshot = self.runner.shared(DDPSnapshot)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start recording at the first batch of a step that is due."""
@@ -82,9 +81,8 @@ class CommunicationMonitor(RankCheck, default=True):
         self.runner.row_exchange.report.log_step(trainer, _figures(calls, 1), self.runner.step)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave the dispatch mode and drop references to the fit."""
+        """Leave the dispatch mode."""
         self._stop_watching()
-        vars(self).pop("_snapshot", None)
 
     def _stop_watching(self) -> None:
         watch, self._watch = self._watch, None

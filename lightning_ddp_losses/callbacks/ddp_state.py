@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +47,7 @@ def start_gradients(slices: Sequence[TensorSlice], parameters: Mapping[str, Tens
 
 
 class DDPSnapshot:
-    """Stores the parameters that DDP listed at the start of training (``runner.shared(DDPSnapshot)``).
+    """Stores the parameters that DDP listed at the start of training. All checks of a fit share one snapshot.
 
     Attributes:
         forwards: Number of forward passes through DDP since the last batch ended.
@@ -58,12 +58,17 @@ class DDPSnapshot:
         self._runner = runner
         self._handle: Any = None
         self._counted: weakref.ref[DistributedDataParallel] | None = None  # an earlier DDP is freed
-        self.batch_end()
-        ignored: Any = () if self.ddp is None else self.ddp.parameters_to_ignore
+        self.forwards = 0
+        self.gradients: dict[str, StartedGradients] = {}
         # all parameters, and the parameters on which DDP has hooks
         self._known: dict[str, WrappedParameter] = {}
         self._hooked: dict[str, Tensor] = {}
-        for name, parameter in runner.module.named_parameters():
+
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
+        """List the parameters, after the wrap."""
+        self.see_batch_end(trainer, module)
+        ignored: Any = () if self.ddp is None else self.ddp.parameters_to_ignore
+        for name, parameter in module.named_parameters():
             is_seen = name not in ignored
             self._known[name] = WrappedParameter.of(parameter, is_hooked=is_seen and self.ddp is not None)
             if is_seen and parameter.requires_grad:
@@ -78,20 +83,20 @@ class DDPSnapshot:
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
 
-    def batch_end(self) -> None:
+    def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Reset the counters of a step, also if `DDPLossStrategy` has wrapped the model again because parameters were frozen."""
         ddp = self.ddp
         counted = None if self._counted is None else self._counted()
         if ddp is not counted:
-            self.close()
+            self.stop(trainer, module)
             self._counted = self._handle = None
             if ddp is not None:
                 self._counted = weakref.ref(ddp)
                 self._handle = ddp.register_forward_pre_hook(self._count_forward)
         self.forwards = 0
-        self.gradients: dict[str, StartedGradients] = {}
+        self.gradients = {}
 
-    def close(self) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
@@ -108,7 +113,7 @@ class DDPSnapshot:
             return {}
         return {name: parameter for name, parameter in parameters.items() if name in self._hooked}
 
-    def see_gradients(self, place: str, started: StartedGradients) -> None:
+    def keep_gradients(self, place: str, started: StartedGradients) -> None:
         """Store gradients read at a place. Several optimizers or backwards in one batch each add their gradients."""
         self.gradients.setdefault(place, {}).update(started)
 

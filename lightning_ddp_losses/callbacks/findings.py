@@ -57,9 +57,10 @@ class CheckStage(StrEnum):
     TRAIN_END = "end of training"
 
 
-def name_of_stage(stage: CheckStage, *, is_test: bool) -> str:
-    """Return the name of a stage in messages. In ``trainer.test``, "validation" is replaced by "test"."""
-    return stage.value.replace("validation", "test") if is_test else stage.value
+def names_of_stages(*, is_test: bool) -> dict[CheckStage, str]:
+    """Return the names of the stages in messages. In ``trainer.test``, "validation" is replaced by "test"."""
+    evaluation = "test" if is_test else "validation"
+    return {stage: stage.value.replace("validation", evaluation) for stage in CheckStage}
 
 
 _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.AFTER_STEP.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -71,6 +71,8 @@ class GradientFlowCheck(RankCheck, default=True):
         *("F32", "F37", "F38", "F79", "DETACHED"),
     )
     needs_peers = False
+    shares = (("_snapshot", ddp_state.DDPSnapshot),)
+    _snapshot: ddp_state.DDPSnapshot = field(init=False)
 
     parts: int = 32
     full_every_n_steps: int = 500
@@ -89,10 +91,6 @@ class GradientFlowCheck(RankCheck, default=True):
         self._zero_modules: set[str] = set()
 
     # ------------------------------------------------------------------ observe
-
-    def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Create the shared snapshot of DDP's state."""
-        self._snapshot = self.runner.shared(ddp_state.DDPSnapshot)
 
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradients with derivatives."""
@@ -149,7 +147,7 @@ class GradientFlowCheck(RankCheck, default=True):
             started = ddp_state.start_gradients(slices, parameters)
         # the snapshot stores them, to find out later where a difference first occurred
         if self.runner.parameters.is_replicated:
-            self._snapshot.see_gradients(place, started)
+            self._snapshot.keep_gradients(place, started)
 
     def _see_parts(self, optimizers: Sequence[Optimizer]) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
@@ -164,7 +162,6 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
-        vars(self).pop("_snapshot", None)
         self._gradients, self._judged, self._loss = StepGradients(), StepGradients(), None
 
     # ------------------------------------------------------------------ facts

@@ -23,7 +23,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import IO, Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -57,6 +56,7 @@ from lightning_ddp_losses.errors import DDPLossError
 
 _WINDOW = 20  # number of recent steps among which biased ones are counted
 _HISTORY = 10_000
+_EQUAL, _ZERO = ("keys",), ("is_missing", "is_odd", "biased_steps", "is_uneven")  # columns of losses that are healthy
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -107,7 +107,7 @@ class LossCheck(RankCheck, default=True):
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Read the result of ``training_step`` before Lightning does."""
         compares_rows = bool(contrastive_losses(module)[0])
-        self._results = _results_of_epoch(trainer)  # one object in all epochs
+        self._results = self.runner.epoch_ends.ends[CheckStage.TRAIN_LOGGED].results  # one object in all epochs
         divides = is_divided(trainer)
         has_windows = module.automatic_optimization and divides and not compares_rows
         self._reader = LossReader(is_divided=divides, compares_rows=compares_rows, has_windows=has_windows)
@@ -145,7 +145,7 @@ class LossCheck(RankCheck, default=True):
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Store logged sums before they are reduced."""
         if trainer.validating or trainer.testing or trainer.is_last_batch:
-            self._values.see_batch_end(trainer)
+            self._values.see_batch_end(self._epoch_end().results)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Restore the strategy's method and close the file."""
@@ -171,32 +171,40 @@ class LossCheck(RankCheck, default=True):
     def _numbers(self) -> Numbers:
         is_missing, self._is_missing = self._is_missing, False
         keys = self._values.hash_keys(self._results)
+        numbers = self._reader.numbers()
+        is_odd = numbers["bad_batch"] >= 0 or numbers["zero_steps"] == self.zero_steps
         options = {"bias": self.bias, "most_zero_steps": self.zero_steps}
-        return {"is_missing": is_missing, "keys": keys, **self._reader.numbers(), **options}
+        return {"is_missing": is_missing, "is_odd": is_odd, "keys": keys, **numbers, **options}
 
     def _see_losses(self, columns: Columns) -> None:
-        """Store the losses of all ranks, and add a column with the number of biased steps."""
-        step = max(columns["step"])
+        """Store the losses of all ranks, and add columns: the number of biased steps, and whether micro-batches are uneven."""
+        step, is_uneven = max(columns["step"]), False
         if step >= 0:
             self._history.add(self.runner, step, list(columns["loss"]))
             if not any(columns["is_missing"]):
                 self._biased.append(has_biased_weights(columns))
-            if any(columns["micro_batches"]) and uneven_micro_batches(columns):  # reported now, and only once
+            is_uneven = any(columns["micro_batches"]) and bool(uneven_micro_batches(columns))
+            if is_uneven:  # reported now, and only once
                 self._reader.stop_windows()
         columns["biased_steps"] = [sum(self._biased)]
+        columns["is_uneven"] = [is_uneven]
 
-    def _read_epoch(self, *, validation: bool = False) -> Numbers:
-        return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer, validation=validation))
+    def _read_epoch(self) -> Numbers:
+        return self._values.numbers_of_epoch(self._epoch_end().results)
 
-    def _read_names(self, *, validation: bool = False) -> Numbers:
-        local = self._values.numbers_of_one_rank(self.runner.trainer, validation=validation)
-        return self._epoch_end(validation).numbers() | local
+    def _read_names(self) -> Numbers:
+        end = self._epoch_end()
+        return end.numbers() | self._values.numbers_of_one_rank(self.runner.trainer, end.results)
 
-    def _see_names(self, columns: Columns, *, validation: bool = False) -> None:
-        self._epoch_end(validation).take(columns)
+    def _see_names(self, columns: Columns) -> None:
+        self._epoch_end().take(columns)
 
-    def _epoch_end(self, validation: bool) -> EpochEnd:
-        stage = CheckStage.VALIDATION_LOGGED if validation else CheckStage.TRAIN_LOGGED
+    def _epoch_end(self) -> EpochEnd:
+        """Return the epoch end of the loop that is running."""
+        trainer = self.runner.trainer
+        stage = CheckStage.TRAIN_LOGGED
+        if trainer.validating or trainer.testing:
+            stage = CheckStage.VALIDATION_LOGGED
         return self.runner.epoch_ends.ends[stage]
 
     def _see_epoch(self, columns: Columns) -> None:
@@ -209,19 +217,13 @@ class LossCheck(RankCheck, default=True):
         self._values.add_true_means_(columns)
 
     facts = (
-        Fact("losses", CheckStage.BEFORE_BACKWARD, _read_losses, compare_losses, _see_losses),
-        Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses),
-        Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses),
+        Fact("losses", CheckStage.BEFORE_BACKWARD, _read_losses, compare_losses, _see_losses, _EQUAL, _ZERO),
+        Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses, _EQUAL, _ZERO),
+        Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses, _EQUAL, _ZERO),
         Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_epoch, compare_names, _see_epoch),
         Fact("logged names", CheckStage.TRAIN_LOGGED, _read_names, compare_epoch, _see_names),
-        Fact(
-            *("logged means", CheckStage.VALIDATION_EPOCH_END, partial(_read_epoch, validation=True)),
-            *(compare_names, _see_epoch),
-        ),
-        Fact(
-            *("logged names", CheckStage.VALIDATION_LOGGED, partial(_read_names, validation=True)),
-            *(compare_epoch, partial(_see_names, validation=True)),
-        ),
+        Fact("logged means", CheckStage.VALIDATION_EPOCH_END, _read_epoch, compare_names, _see_epoch),
+        Fact("logged names", CheckStage.VALIDATION_LOGGED, _read_names, compare_epoch, _see_names),
         Fact("logged values", CheckStage.EPOCH_START, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.VALIDATION_END, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.TRAIN_END, _read_logged, compare_logged, _see_logged),
@@ -279,6 +281,7 @@ class LossHistory:
         if self._stream is None:
             self._stream = runner.row_exchange.report.open_file(LOSSES_FILE_NAME)
             if self._stream is None:
+                self._file = False
                 return
             titles = [f"rank_{rank}" for rank in range(len(losses))]
             self._stream.write(",".join(["step", *titles]) + "\n")
@@ -347,19 +350,17 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
-    def see_batch_end(self, trainer: Trainer) -> None:
+    def see_batch_end(self, results: Any) -> None:
         """Copy the numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
-        validation = trainer.validating or trainer.testing
-        for key, result in _results_of_epoch(trainer, validation=validation).items():
+        for key, result in results.items():
             if _is_global_mean(result) and not lightning_compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
-    def numbers_of_one_rank(self, trainer: Trainer, *, validation: bool = False) -> dict[str, int]:
+    def numbers_of_one_rank(self, trainer: Trainer, results: Any) -> dict[str, int]:
         """Return a hash of the values that no hook of the epoch reduces, and store the names of reduced values.
 
         Monitored values are excluded. They are compared when they are available to the callbacks that monitor them.
         """
-        results = _results_of_epoch(trainer, validation=validation)
         values = _values_of_one_rank(results)
         for name in _monitored_names(trainer):
             values.pop(name, None)
@@ -416,13 +417,6 @@ class LoggedValues:
         """Add columns with the sums and rows of the last epoch, and reset them."""
         columns |= self._true_means
         self._true_means = {}
-
-
-def _results_of_epoch(trainer: Trainer, *, validation: bool = False) -> Any:
-    """Return the values that training or validation has logged in this epoch, by Lightning's key."""
-    return lightning_compat.logged_results(
-        lightning_compat.validation_loop(trainer) if validation else trainer.fit_loop.epoch_loop
-    )
 
 
 def _values_of_one_rank(results: Any) -> dict[str, float]:

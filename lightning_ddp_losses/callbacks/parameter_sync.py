@@ -11,7 +11,7 @@ same second number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -89,6 +89,8 @@ class ParameterSyncCheck(RankCheck, default=True):
     """
 
     faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
+    shares = (("_snapshot", DDPSnapshot),)
+    _snapshot: DDPSnapshot = field(init=False)
 
     parts: int = 16
     full_every_n_steps: int = 500
@@ -104,13 +106,8 @@ class ParameterSyncCheck(RankCheck, default=True):
         self._judged: tuple[SentFingerprints, SentFingerprints, StepState] | None = None
         self._is_first_step = True
 
-    def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Create the shared snapshot of DDP's state."""
-        self._snapshot = self.runner.shared(DDPSnapshot)
-
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
-        vars(self).pop("_snapshot", None)
         self._parameters, self._parts, self._judged = {}, {}, None
         self._described = None
 

@@ -36,10 +36,18 @@ MOST_RANKS_ONE_BY_ONE = 8
 """With more ranks, only the smallest and the largest figure are reported."""
 
 _MOST_FIGURES = 4  # largest number of figures of one check in the table
-_BEFORE_REDUCTIONS = (
+# stages before a collective in which ranks with these faults would wait for each other or mix values, so that the run cannot continue
+_BEFORE_BACKWARD = frozenset({CheckStage.BEFORE_BACKWARD.value})
+_BEFORE_REDUCTIONS = frozenset({
     *(CheckStage.TRAIN_EPOCH_END.value, CheckStage.TRAIN_LOGGED.value),
     *(CheckStage.VALIDATION_EPOCH_END.value, CheckStage.VALIDATION_LOGGED.value),
-)  # stages after which logged values are reduced: if names differ between ranks, the reduction hangs or mixes values
+})  # fmt: skip
+_ALWAYS_RAISED = {
+    "F32": _BEFORE_BACKWARD,
+    "F35": _BEFORE_BACKWARD,
+    "F37": _BEFORE_BACKWARD,
+    "F46": _BEFORE_REDUCTIONS,
+}
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
@@ -139,7 +147,7 @@ class Report:
             action = check_action.get(severity) or self._settings.actions[severity]
             if finding.fault == FAILED and finding.graded and action == "raise":
                 action = "warn"
-            if finding.fault == "F46" and finding.moment in _BEFORE_REDUCTIONS:
+            if finding.moment in _ALWAYS_RAISED.get(finding.fault, ()):
                 action = "raise"
             if action == "raise":
                 raising.append(finding)

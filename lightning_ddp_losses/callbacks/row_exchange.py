@@ -34,7 +34,7 @@ from lightning_ddp_losses.callbacks.findings import (
     CheckStage,
     Finding,
     findings_of_texts,
-    name_of_stage,
+    names_of_stages,
     texts_of,
 )
 from lightning_ddp_losses.callbacks.report import Report
@@ -48,6 +48,7 @@ from lightning_ddp_losses.errors import DDPLossError, RankMismatchError
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
 _LOOK_SECONDS = 1.0  # interval between queries for the calls in which peers wait
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
+_EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
 _MAX_TENSORS = 8  # largest number of differences measured in one exchange
 T = TypeVar("T")
 
@@ -103,6 +104,7 @@ class RowExchange:
     Attributes:
         report: Report that collects the findings.
         watch: Watch of the run, or None.
+        names: Names of the stages in messages.
         after_error: Exchange through the store, which replaces the handshakes once this rank has an error. None until an error occurs.
     """
 
@@ -116,6 +118,7 @@ class RowExchange:
         stop_check: Callable[[Check], None],
     ) -> None:
         self.watch, self.report = watch, report
+        self.names = names_of_stages(is_test=trainer.testing)
         self.after_error: StoreExchange | None = None
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
         # active checks, their facts at each stage, and the stages of the checks when these facts were looked up
@@ -219,6 +222,8 @@ class RowExchange:
         if stages != self._planned_for:
             self._planned_for = stages
             self._plan = {at: [self._facts_of(c, at) for c in self._checks if at in c.stages] for at in CheckStage}
+        if stage not in _EVERY_N_STEPS:
+            return self._plan[stage]
         return [facts for facts in self._plan[stage] if step % facts.check.every_n_steps == 0]
 
     def of_all_checks(self, stage: CheckStage) -> list[StageFacts]:
@@ -300,7 +305,7 @@ class RowExchange:
         Communication: one gather. More only if there is a new finding. None without checks.
         """
         if due:
-            place = place or self._name_of(due[0].stage)
+            place = place or self.names[due[0].stage]
             notes = self.gather_rows(place, self.pack(due), {"step": step})
             self.judge(due, notes, step, place=place)
 
@@ -327,12 +332,9 @@ class RowExchange:
                     judged = self._combine_local(check, of_rank, head[0])
                 judged = judged + self._apply(facts, numbers, columns)
                 if judged:
-                    found += placed(check, judged, facts.step, self._name_of(facts.stage))
+                    found += placed(check, judged, facts.step, self.names[facts.stage])
         if found:
             self.report_findings(self._complete(found))
-
-    def _name_of(self, stage: CheckStage) -> str:
-        return name_of_stage(stage, is_test=self._trainer.testing)
 
     def _combine_local(self, check: Check, local: list[Finding], hashes: Sequence[int]) -> list[Finding]:
         """Merge the findings that each rank made without its peers, if they differ between ranks.

@@ -32,11 +32,11 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
 from lightning_ddp_losses.callbacks.facts.hook_ends import EpochEnds
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, name_of_stage, place_of
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange, StageFacts, placed
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange, placed
 from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
@@ -44,7 +44,6 @@ from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMi
 _ERROR_TIMEOUT = timedelta(seconds=2)
 _WAIT_SECONDS = 10.0  # limit of the wait for peers that also end with an error
 _THE_END = "the end"
-_EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
 T = TypeVar("T")
 
 
@@ -86,6 +85,7 @@ class CheckRunner(Callback):
         module: Module that it trains.
         checkpoint: Checkpoint that is being saved or loaded, at SAVE and LOAD.
         steps: Number of batches of this fit with an optimizer step.
+        batches: Number of batches of this fit.
         epoch_ends: Runs the stages at the end of an epoch, and records where values were logged.
         rows_in_strategy_handshake: True if the rows before backward are sent in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
@@ -99,7 +99,7 @@ class CheckRunner(Callback):
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.steps = 0
+        self.steps = self.batches = 0
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
@@ -108,8 +108,8 @@ class CheckRunner(Callback):
         self.batch, self.rows_in_strategy_handshake = Batch(is_first=True), False
         self._shared: dict[Callable[..., Any], Any] = {}
         self.parameters = ReplicatedParameters(trainer, module)
-        # checks by the observation that they override, and ids of our checks that failed on this rank
-        self._observers: dict[str, list[Check]] = {}
+        # functions to call by observation, each with its check, and ids of our checks that failed on this rank
+        self._observers: dict[str, list[tuple[Check, Callable[..., None]]]] = {}
         self._blinded: set[int] = set()
         self._handles: dict[object, Any] = {}
         self.epoch_ends = EpochEnds(trainer, module, self.run_stage)
@@ -141,9 +141,10 @@ class CheckRunner(Callback):
         return bool(getattr(strategy, "sync_gradients", of_ddp))
 
     def shared(self, make: Callable[[CheckRunner], T]) -> T:
-        """Return the object that all checks share, created by the first call. It may have ``batch_end()`` and ``close()``."""
+        """Return the object that all checks share, created by the first call. It may have observations of a check (``see_batch``)."""
         if make not in self._shared:
             self._shared[make] = make(self)
+            self._observers = {}
         return self._shared[make]  # type: ignore[no-any-return]
 
     def replicated_parameters(self) -> dict[str, Tensor]:
@@ -211,6 +212,7 @@ class CheckRunner(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass a training batch to the checks. Before the first step, they may run the module on it."""
         self.batch.parameters = None
+        self.batches += 1
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:
@@ -254,8 +256,7 @@ class CheckRunner(Callback):
         self.batch.is_row_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
-            stage = CheckStage.BEFORE_BACKWARD
-            due = self._due(stage)
+            due = self.row_exchange.due(CheckStage.BEFORE_BACKWARD, self.step)
             self.row_exchange.measure(due, self.step)
             return self.row_exchange.pack(due)
 
@@ -263,7 +264,8 @@ class CheckRunner(Callback):
         """Judge the rows of all ranks when the strategy's handshake has been received."""
         stage = CheckStage.BEFORE_BACKWARD
         with self.own_time:
-            self.row_exchange.judge(self._due(stage), rows, self.step, place=stage.value)
+            due = self.row_exchange.due(stage, self.step)
+            self.row_exchange.judge(due, rows, self.step, place=stage.value)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call the checks after a backward, before the module's own hook."""
@@ -300,9 +302,6 @@ class CheckRunner(Callback):
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
         self.batch = Batch()
-        for shared in self._shared.values():
-            if hasattr(shared, "batch_end"):
-                shared.batch_end()
         self._observe("see_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -393,9 +392,6 @@ class CheckRunner(Callback):
         if self.row_exchange.watch is not None:
             liveness.release(self.row_exchange.watch)
         self._observe("stop")
-        for shared in self._shared.values():
-            if hasattr(shared, "close"):
-                shared.close()
         self._shared.clear()
         for check in self.checks:
             check.join(None)
@@ -412,8 +408,8 @@ class CheckRunner(Callback):
         """
         if self.trainer.sanity_checking:  # checks do not run in the validation before training
             return
-        due = self._due(stage)
-        self._enter(place_of(name_of_stage(stage, is_test=self.trainer.testing), self.step))
+        due = self.row_exchange.due(stage, self.step)
+        self._enter(place_of(self.row_exchange.names[stage], self.step))
         if not due:
             return
         with self.own_time:
@@ -423,7 +419,7 @@ class CheckRunner(Callback):
                 now = [facts for facts in due if facts.step < 0]
                 waiting = [facts for facts in due if facts.step >= 0]
                 self.row_exchange.exchange(waiting, self.step)
-                due = self._due(stage)  # excludes checks that have just been switched off
+                due = self.row_exchange.due(stage, self.step)  # excludes checks that have just been switched off
             self.row_exchange.measure(due, self.step)
             self.row_exchange.exchange(now, self.step)
 
@@ -438,28 +434,33 @@ class CheckRunner(Callback):
         with self.own_time:
             self.row_exchange.exchange(self.row_exchange.due(CheckStage.AFTER_STEP, step=0), self.step, place=place)
 
-    def _due(self, stage: CheckStage) -> list[StageFacts]:
-        """Return the facts of the checks that run now, equal on all ranks."""
-        return self.row_exchange.due(stage, self.step if stage in _EVERY_N_STEPS else 0)
-
     def _enter(self, place: str) -> None:
         """Record what the main thread is about to run, and raise if a peer has failed."""
         if self.row_exchange.watch is not None:
             self.row_exchange.watch.enter(place)
 
     def _observe(self, observation: str, *args: Any) -> None:
-        """Call a method of each check that overrides it, timed as a check. An error is reported when the check is next due."""
+        """Call an observation of all checks and shared objects, timed as a check. An error is reported when its check is next due."""
         if observation not in self._observers:
-            # a check that failed must remove its hooks too
-            blinded = set() if observation == "stop" else self._blinded
-            observers = [check for check in self.checks if check.overrides(observation) and id(check) not in blinded]
-            self._observers[observation] = observers
+            self._observers[observation] = self._find_observers(observation)
         with self.own_time:
-            for check in self._observers[observation]:
+            for check, observe in self._observers[observation]:
                 try:
-                    getattr(check, observation)(self.trainer, self.module, *args)
+                    observe(self.trainer, self.module, *args)
                 except Exception as error:  # peers would wait for this rank
                     self.row_exchange.note_failure(check, observation, error)
+
+    def _find_observers(self, observation: str) -> list[tuple[Check, Callable[..., None]]]:
+        """Return the functions for an observation: those of shared objects, for the first check that uses them, then those of checks."""
+        active = self.checks
+        if observation != "stop":  # a check that failed must remove its hooks too
+            active = [check for check in self.checks if id(check) not in self._blinded]
+        found: list[tuple[Check, Callable[..., None]]] = []
+        for make, shared in self._shared.items():
+            users = [check for check in active if make in dict(check.shares).values()]
+            if users and hasattr(shared, observation):
+                found.append((users[0], getattr(shared, observation)))
+        return found + [(check, getattr(check, observation)) for check in active if check.overrides(observation)]
 
     def _blind(self, check: Check) -> None:
         """Stop calling a check that failed, for the remainder of this fit."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+from types import FrameType
 from typing import Any, cast
 
 
@@ -15,6 +17,13 @@ def state_reductions(metric: Any) -> dict[str, Any] | None:
     """Return how each state of a metric is reduced over ranks, by name. None for anything but a metric."""
     reductions = getattr(metric, "_reductions", None)
     return reductions if isinstance(reductions, dict) else None
+
+
+def metric_of_frame(frame: FrameType) -> Any:
+    """Return the metric of torchmetrics whose states are gathered in this frame. None for any other frame."""
+    code = frame.f_code
+    is_gathering = code.co_name == "_sync_dist" and code.co_filename.endswith(os.path.join("torchmetrics", "metric.py"))
+    return frame.f_locals.get("self") if is_gathering else None
 
 
 def recorded_statistics(module: Any) -> Collection[str]:

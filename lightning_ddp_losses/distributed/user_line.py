@@ -16,13 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from lightning_ddp_losses.core import lightning_compat
+from lightning_ddp_losses.core import lightning_compat, metrics_compat
 
 _OURS = Path(__file__).parents[1]
 _EVERYWHERE = "Call it on every rank, outside of `if trainer.is_global_zero` and of branches on local data."
 _ADVICE = {
     "trainer.save_checkpoint": "Call `trainer.save_checkpoint` on every rank; Lightning writes on rank 0.",
     "self.log": "Call `self.log(..., sync_dist=True)` on every rank. To log on rank 0 only: sync_dist=False, rank_zero_only=True.",
+    "metric.compute": "Call `compute()` on every rank, and print or log its value on rank 0.",
     "strategy.broadcast": f"{_EVERYWHERE} (`trainer.log_dir` is a broadcast too.)",
 }
 _METHODS = ("barrier", "broadcast", "reduce", "all_gather")
@@ -61,6 +62,9 @@ def call_on_stack(frame: FrameType | None) -> ProgramCall | None:
     if any(map(lightning_compat.is_saving_frame, frames)):
         return ProgramCall("trainer.save_checkpoint", users_line(frame))
     for each in frames:
+        metric = metrics_compat.metric_of_frame(each)
+        if metric is not None:
+            return ProgramCall(f"metric.compute() of {type(metric).__name__}", users_line(frame))
         name = each.f_code.co_name
         if name in _METHODS and lightning_compat.is_strategy_frame(each):
             return ProgramCall(f"strategy.{name}", users_line(frame))

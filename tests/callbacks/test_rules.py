@@ -55,7 +55,8 @@ HEALTHY: dict[Rule, Columns] = {
     },
     rules.find_shared_devices: {"identity": (0, 0, 5)},
     loss_rules.compare_losses: {
-        **{"is_missing": (0, 0, 0), "keys": (1, 1, 1), "loss": (0.5, 0.0, 0.7), "bad_batch": (-1, -1, -1)},
+        **{"is_missing": (0, 0, 0), "is_odd": (0, 0, 0), "is_uneven": (0, 0, 0)},
+        **{"keys": (1, 1, 1), "loss": (0.5, 0.0, 0.7), "bad_batch": (-1, -1, -1)},
         **{"weight": (0.1, 0.1, 0.1), "elements": (10.0,) * 3, "second_weight": (0.0,) * 3, "bias": (1.1,) * 3},
         **{"zero_steps": (-1, 4, -1), "most_zero_steps": (5, 5, 5), "biased_steps": (3, 3, 3), "step": (6, 6, 6)},
         **{"micro_batches": ((1.0, 2.0),) * 3, "divisors": ((4.0, 4.0),) * 3},
@@ -120,13 +121,25 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.find_shared_devices, {"identity": (5, 0, 5)}, [("F73", (0, 2))]),
     (loss_rules.compare_losses, {"is_missing": (0, 1, 0)}, [("F35", (1,))]),
     (loss_rules.compare_losses, {"keys": (1, 1, 2)}, [("F46", (2,))]),
-    (loss_rules.compare_losses, {"loss": (0.5, math.nan, 1.0), "bad_batch": (-1, 0, -1)}, [("F79", (1,))]),
-    (loss_rules.compare_losses, {"zero_steps": (-1, 5, -1)}, [("F31", (1,))]),
+    (
+        loss_rules.compare_losses,
+        {"loss": (0.5, math.nan, 1.0), "bad_batch": (-1, 0, -1), "is_odd": (0, 1, 0)},
+        [("F79", (1,))],
+    ),
+    (loss_rules.compare_losses, {"zero_steps": (-1, 5, -1), "is_odd": (0, 1, 0)}, [("F31", (1,))]),
     (loss_rules.compare_losses, {"weight": (0.1, 0.1, 0.2)}, [("F30", ())]),
     (loss_rules.compare_losses, {"weight": (0.1, 0.1, 0.2), "biased_steps": (2, 2, 2)}, []),
     (loss_rules.compare_losses, {"weight": (0.1, 0.0, 0.2)}, []),  # one is not known
-    (loss_rules.compare_losses, {"zero_steps": (-1, 5, -1), "step": (-1, -1, -1)}, []),  # no loss yet
-    (loss_rules.compare_losses, {"divisors": ((4.0, 2.0), (4.0, 4.0), (4.0, 2.0))}, [("F30", ())]),
+    (
+        loss_rules.compare_losses,
+        {"zero_steps": (-1, 5, -1), "is_odd": (0, 1, 0), "step": (-1, -1, -1)},
+        [],
+    ),  # no loss yet
+    (
+        loss_rules.compare_losses,
+        {"divisors": ((4.0, 2.0), (4.0, 4.0), (4.0, 2.0)), "is_uneven": (1, 1, 1)},
+        [("F30", ())],
+    ),
     (loss_rules.compare_names, {"keys": (1, 1, 2)}, [("F46", (2,))]),
     (loss_rules.compare_epoch, {"waiting": ((5, 7), (5, 7), (5,))}, [("F46", (2,))]),
     (loss_rules.compare_epoch, {"waiting": ((5,), (5,), ()), "is_last": (0, 0, 1)}, [("F46", (2,))]),

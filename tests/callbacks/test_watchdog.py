@@ -18,6 +18,7 @@ from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
+from tests.answers import assert_errors
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
 
@@ -141,6 +142,40 @@ def test_a_rank_that_stands_still_is_named(pool: RankPool) -> None:
     assert "no progress" in reports[0]
     assert "rank 0: before backward of step 1" in reports[0]
     assert said[1] == []
+
+
+class WithoutLoss(Subject):  # the last rank has no loss in its second batch
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        return None if self.odd and index == 1 else loss
+
+
+class WithoutEncoder(
+    Subject
+):  # the last rank's second loss does not reach the encoder, whose gradients its peers wait for
+    factor = 1.0
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        if self.odd and index == 1:
+            return self.factor * self.head(features).square().mean()
+        return super().objective(features, labels, index)
+
+
+class ZeroWithoutEncoder(WithoutEncoder):
+    factor = 0.0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("action", ["warn", "log"])
+@pytest.mark.parametrize(
+    ("subject", "fault"), [(WithoutLoss, "F35"), (WithoutEncoder, "F37"), (ZeroWithoutEncoder, "F32")]
+)
+def test_a_finding_before_a_wait_is_raised_with_any_action(
+    pool: RankPool, subject: type[Subject], fault: str, action: str, strategy: str
+) -> None:
+    """The backward, or the exchange of the checks after it, would wait for ever."""
+    errors = pool.errors(2, fit, partial(subject, True), strategy, action=action, file=False)
+    assert_errors(errors, fault, "of step 1", "rank 1")
 
 
 class AllFail(Subject):  # every rank meets the same error of the user's

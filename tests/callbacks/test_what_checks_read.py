@@ -121,7 +121,8 @@ def test_a_row_has_the_same_hash_wherever_it_is(width: int, dtype: torch.dtype) 
 
 
 def test_an_epoch_counts_labels_and_remembers_its_first_batch() -> None:
-    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0), step=0))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(current_epoch=0, testing=False)
+    batches = BatchReader(SimpleNamespace(trainer=trainer, step=0))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(300, 3, generator=generator)
     assert batches.epoch_record() is None
@@ -130,8 +131,7 @@ def test_an_epoch_counts_labels_and_remembers_its_first_batch() -> None:
     for index in range(20):
         chosen = torch.randint(300, (40,), generator=generator)
         batch = (pool[chosen], chosen - 20)
-        batches.see(batch, index)
-        batches.see(batch, index)  # by another check
+        batches.see_batch(trainer, trainer, batch, index)
         assert batches.distinct == len(set(row_hashes(list(batch), 40)))
         contents.append(batches.content)
         labels.update((chosen - 20).tolist())
@@ -167,8 +167,9 @@ GRAPH_LABELS = torch.arange(3)
     ],
 )
 def test_graphs_are_counted_as_graphs(batch: Any, samples: int) -> None:
-    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0), step=0))  # type: ignore[arg-type]
-    batches.see(batch, 0)
+    trainer: Any = SimpleNamespace(current_epoch=0, testing=False)
+    batches = BatchReader(SimpleNamespace(trainer=trainer, step=0))  # type: ignore[arg-type]
+    batches.see_batch(trainer, trainer, batch, 0)
     assert batches.samples == samples
 
 
@@ -227,7 +228,8 @@ class Planned(RankCheck):  # measures nothing
 def test_facts_of_a_stage_are_looked_up_once_and_a_late_change_is_seen() -> None:
     early, late, rare = Planned(CheckStage.TRAIN_START), Planned(CheckStage.AFTER_STEP), Planned(CheckStage.AFTER_STEP)
     nothing: Any = None
-    exchange = RowExchange(nothing, nothing, [early, late, rare], None, nothing, lambda check: None)
+    trainer: Any = SimpleNamespace(testing=False)
+    exchange = RowExchange(trainer, nothing, [early, late, rare], None, nothing, lambda check: None)
 
     def due(stage: CheckStage, step: int = 0) -> list[RankCheck]:
         return [facts.check for facts in exchange.due(stage, step)]  # type: ignore[misc]

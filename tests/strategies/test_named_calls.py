@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.core import torch_compat
@@ -232,35 +232,55 @@ class Reported(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
-        if "trainer.save_checkpoint" in self.said[-1]:
+        if "Call `" in self.said[-1]:
             store = torch_compat.default_store()
             assert store is not None
             store.set("reported", "yes")
 
 
-class SavesAlone(Callback):
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait
+class CallsAlone(Callback):
+    """Rank 0 makes a call at the end of training. The other ranks make it when its wait has been reported."""
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        if trainer.is_global_zero:
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
-        else:
-            self.wait()
-            trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+        if not trainer.is_global_zero:
+            store = torch_compat.default_store()
+            assert store is not None
+            store.wait(["reported"])
+        self.call(trainer)
+
+    def call(self, trainer: Trainer) -> None:
+        raise NotImplementedError
 
 
-def wait_for_report() -> None:
-    store = torch_compat.default_store()
-    assert store is not None
-    store.wait(["reported"])
+class SavesAlone(CallsAlone):
+    def call(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
 
 
-def fit_under_plain_ddp(folder: str) -> list[str]:
+class Printed(Metric):  # what its users read is printed, not returned
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self) -> None:
+        self.total += 1
+
+    def compute(self) -> None:
+        return None
+
+
+class ComputesAlone(CallsAlone):
+    def call(self, trainer: Trainer) -> None:
+        metric = Printed()
+        metric.update()
+        metric.compute()
+
+
+def fit_under_plain_ddp(callback: type[CallsAlone], folder: str) -> list[str]:
     log = logging.getLogger("lightning_ddp_losses.distributed.liveness")
     log.addHandler(handler := Reported())
     checks = DDPChecks(summary=False, file=False, stall_seconds=2.0)
-    trainer = make_trainer("ddp", callbacks=[checks, SavesAlone(wait_for_report)], default_root_dir=folder)
+    trainer = make_trainer("ddp", callbacks=[checks, callback()], default_root_dir=folder)
     try:
         trainer.fit(Model(), rows(), rows())
     finally:
@@ -268,12 +288,24 @@ def fit_under_plain_ddp(folder: str) -> list[str]:
     return handler.said
 
 
-def test_a_report_under_plain_ddp_says_the_same(pool: RankPool, tmp_path: Path) -> None:
-    said = pool.run(2, fit_under_plain_ddp, str(tmp_path), fresh=True)
-    (report,) = [text for text in said[0] if "trainer.save_checkpoint" in text]
+@pytest.mark.parametrize(
+    ("callback", "call", "advice"),
+    [
+        (SavesAlone, "trainer.save_checkpoint", SAVE_ADVICE),
+        (
+            ComputesAlone,
+            "metric.compute() of Printed",
+            "Call `compute()` on every rank, and print or log its value on rank 0.",
+        ),
+    ],
+)
+def test_a_report_under_plain_ddp_says_the_same(
+    pool: RankPool, tmp_path: Path, callback: type[CallsAlone], call: str, advice: str
+) -> None:
+    said = pool.run(2, fit_under_plain_ddp, callback, str(tmp_path), fresh=True)
+    (report,) = [text for text in said[0] if call in text]
     assert "no progress" in report
-    line = "in trainer.save_checkpoint, at test_named_calls.py:"
     assert "rank 0: end of training" in report
-    assert line in report
+    assert f"in {call}, at test_named_calls.py:" in report
     assert "rank 1: " in report
-    assert SAVE_ADVICE in report
+    assert advice in report

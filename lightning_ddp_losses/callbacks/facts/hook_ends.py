@@ -130,12 +130,13 @@ class EpochEnd:
         lines: Dictionary to which the user's line of each logged name is added.
 
     Attributes:
+        results: Logged values of the loop.
         waiting: Pending values that have not been reduced, by name.
         is_last: True if this rank's last hook has returned.
     """
 
     def __init__(self, results: Any, judge: Callable[[], None], lines: dict[str, str]) -> None:
-        self._results, self._judge, self._lines = results, judge, lines
+        self.results, self._judge, self._lines = results, judge, lines
         self._is_open = False
         self.waiting: dict[str, Any] = {}
         self.is_last = False
@@ -204,13 +205,13 @@ class EpochEnd:
         self._is_over = all(columns["is_last"]) and len(set(names)) == 1
 
     def _find_waiting(self) -> None:
-        unread = lightning_compat.unread_epoch_values(self._results)
+        unread = lightning_compat.unread_epoch_values(self.results)
         self.waiting = {name_of_log(key, value): value for key, value in unread.items() if needs_all_ranks(value)}
         self._common = set(self.waiting)
 
     def _reduce(self) -> None:
         for name in sorted(self._common):
-            lightning_compat.reduce_epoch_value(self._results, self.waiting[name])
+            lightning_compat.reduce_epoch_value(self.results, self.waiting[name])
 
 
 class HookEnd:

@@ -45,13 +45,26 @@ def compare_losses(columns: Columns) -> list[Finding]:
     # available one step later: values
     if step >= 0:
         of_step = [] if without else _compare_values(columns)
-        of_step += uneven_micro_batches(columns)
+        if any(columns["is_uneven"]):
+            of_step += uneven_micro_batches(columns)
         found += [replace(each, step=step, moment=CheckStage.BEFORE_BACKWARD.value) for each in of_step]
     return found
 
 
 def _compare_values(columns: Columns) -> list[Finding]:
     """Find losses that are not finite, are zero from the start, or have unequally weighted elements."""
+    found: list[Finding] = []
+    if any(columns["is_odd"]):
+        found = _find_odd_losses(columns)
+    if has_biased_weights(columns) and columns["biased_steps"][0] >= BIASED_STEPS:
+        pairs = zip(columns["elements"], columns["weight"], strict=True)
+        values = tuple(f"mean over {elements:g}, each weighs {weight:.4g}" for elements, weight in pairs)
+        found.append(Finding.of("F30", name="loss", values=values))
+    return found
+
+
+def _find_odd_losses(columns: Columns) -> list[Finding]:
+    """Find losses that are not finite, or are zero from the start."""
     found: list[Finding] = []
     shown = [f"{loss:g}" for loss in columns["loss"]]
     # -1 denotes that all losses were finite
@@ -65,10 +78,6 @@ def _compare_values(columns: Columns) -> list[Finding]:
     zero = tuple(rank for rank, steps in enumerate(columns["zero_steps"]) if steps == most)
     if zero:
         found.append(Finding.of("F31", ranks=zero, name="loss", values=tuple(shown), steps=most))
-    if has_biased_weights(columns) and columns["biased_steps"][0] >= BIASED_STEPS:
-        pairs = zip(columns["elements"], columns["weight"], strict=True)
-        values = tuple(f"mean over {elements:g}, each weighs {weight:.4g}" for elements, weight in pairs)
-        found.append(Finding.of("F30", name="loss", values=values))
     return found
 
 
