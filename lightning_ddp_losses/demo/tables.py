@@ -115,7 +115,7 @@ def _warn_of_identifiers(features: Array, columns: Sequence[str], path: PathLike
     count = len(features)
     if count < _FEWEST_ROWS:
         return
-    whole = np.flatnonzero((features == np.floor(features)).all(0))
+    whole = np.flatnonzero((features == np.floor(features)).all(0)).tolist()
     found = [number for number in whole if len(np.unique(features[:, number])) > _DISTINCT * count]
     if len(found) != 1 or len(columns) == 1:
         return
@@ -173,7 +173,8 @@ def _numbers(cells: Sequence[str], columns: Sequence[str], where: str) -> Array:
         fix = "Leave out rows with missing values, or fill them."
         if _DECIMAL_COMMA.fullmatch(cell):
             got += ", a decimal comma"
-            fix = f"Write points: {cell.replace(',', '.')}. pandas reads such a table by read_csv(path, sep=None, decimal=',')."
+            pandas = "read_csv(path, sep=None, engine='python', decimal=',').to_csv('points.csv', index=False)"
+            fix = f"Write points: {cell.replace(',', '.')}. With pandas: {pandas}."
         elif re.search("[^\\W\\d_]", cell) and cell.lower() not in _MISSING:
             fix = (
                 f"Every column but the label's is a feature. If {name} identifies rows, set data.init_args.id to {name}. "
