@@ -76,6 +76,9 @@ class CheckCallback(Callback):
 class RankCheck(Check, CheckCallback):
     """Base class of the checks: subclass it, set its stages, and write ``measure`` and ``judge``.
 
+    A check needs a Trainer, which calls it at its stages. A training loop without a Trainer uses ``parity`` to compare its ranks with one
+    process.
+
     Pass a check to the trainer as a callback (``Trainer(callbacks=[ParameterSyncCheck()])``), or to ``DDPChecks``. In both cases all checks
     of a trainer share one gather. The options of a subclass are the fields of a dataclass like this one.
 

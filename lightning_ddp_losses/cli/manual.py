@@ -103,9 +103,19 @@ def fault_list(*shown: str) -> str:
     parts = ["# Known faults, by how they show", "`ddp-losses explain F24` shows one of them."]
     for key in shown or SYMPTOMS:
         parts += [f"## {SYMPTOMS[key]}", fault_lines([fault for fault, row in FAULTS.items() if row.seen_as == key])]
+    parts += [_ENDS[key] for key in shown if key in _ENDS]
     if not shown:
         parts.append(f"{', '.join(UNUSED)}: {next(iter(UNUSED.values()))}")
     return "\n\n".join(parts) + "\n"
+
+
+_ENDS = {
+    "hang": (
+        "A loop of your own (plain DDP, `torchrun`) has no `DDPChecks`: `ddp-losses explain loop` has a section about hangs, with "
+        "code that shows where each rank waits."
+    )
+}
+"""Last paragraph of a symptom's page."""
 
 
 def fault_lines(faults: Iterable[str]) -> str:

@@ -195,7 +195,13 @@ def test_a_sentence_leads_to_its_symptom_first(index: search.Index, symptom: str
 
 
 # what a reader of a fit's table types, and the page that is first
-MEASURES = ("map@r", "r-precision", "what is a good MAP@R", "what do the numbers of a fit mean", "is my model overfitting")
+MEASURES = (
+    "map@r",
+    "r-precision",
+    "what is a good MAP@R",
+    "what do the numbers of a fit mean",
+    "is my model overfitting",
+)
 
 
 @pytest.mark.parametrize("typed", MEASURES)
