@@ -176,7 +176,13 @@ class DDPChecks(CheckCallback, Settings):
         if self.checks is None:
             self.checks = [check() for check in DEFAULT_CHECKS]
         wrong = [type(check).__name__ for check in self.checks if not isinstance(check, RankCheck)]
-        expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
+        expect(
+            not wrong,
+            "DDPChecks: checks",
+            expected="instances of RankCheck",
+            got=", ".join(wrong),
+            fix="Pass objects: DDPChecks(checks=[MyCheck()]).",
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner. Warn if the trainer has several ``DDPChecks``."""

@@ -425,7 +425,7 @@ def save_code(page: str, file: Path) -> None:
     blocks = list(_BLOCK.finditer(part))
     endings = {_ENDINGS.get(block["language"]) for block in blocks} - {None}
     expected = ", ".join(sorted(map(str, endings))) or "no file: the page has no code"
-    expect(file.suffix in endings, "--save: ending", expected=expected, got=file.name)
+    expect(file.suffix in endings, "--save: ending", expected=expected, got=file.name, fix="Choose another ending.")
     expect(
         not file.exists(), "--save", expected="a new file", got=f"{file}, which is there", fix="Choose another name."
     )

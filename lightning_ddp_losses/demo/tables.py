@@ -137,9 +137,16 @@ def _read_rows(path: PathLike) -> list[list[str]]:
         fix = f"Paths are relative to {os.getcwd()}."
         raise InputError(f"table {path}", expected="a csv file", got="no such file", fix=fix) from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"table {path}", expected="a csv file", got=str(error)) from error
+        raise InputError(
+            f"table {path}", expected="a csv file", got=str(error), fix="Save the table as csv with UTF-8 letters."
+        ) from error
     if not rows:
-        raise InputError(f"table {path}", expected="rows with a label and numbers", got="an empty file")
+        raise InputError(
+            f"table {path}",
+            expected="rows with a label and numbers",
+            got="an empty file",
+            fix="Save the table again as csv.",
+        )
     return rows
 
 
