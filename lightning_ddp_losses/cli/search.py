@@ -36,6 +36,7 @@ _SCENE = """
 """
 SYMPTOM_FACTOR = 1.8
 """Factor of the rank of a symptom's page, because it lists the pages of its faults."""
+_OF_A_SYMPTOM = tuple(symptom for symptom in SYMPTOMS if symptom != "data")  # a word with many other uses
 _WORD = re.compile(r"[^\W_]+")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _FILE = Path(__file__).with_name("words.yaml")
@@ -116,7 +117,7 @@ class Index:
         query = " OR ".join(f'"{word}"' for word in words)
         # the smallest is the best
         rank = f"bm25(pages, 0.0, {', '.join(map(str, WEIGHTS.values()))})"
-        symptoms = ", ".join(f"'{key}'" for key in SYMPTOMS)
+        symptoms = ", ".join(f"'{key}'" for key in _OF_A_SYMPTOM)
         factor = f"CASE WHEN topic IN ({symptoms}) THEN {SYMPTOM_FACTOR} ELSE 1.0 END"
         found = self._table.execute(
             f"SELECT topic FROM pages WHERE pages MATCH ? ORDER BY {rank} * {factor} LIMIT {MOST}", (query,)

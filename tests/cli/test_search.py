@@ -180,7 +180,6 @@ SENTENCES = {
     "stuck": ["loss does not go down on several gpus", "it does not learn with ddp", "my loss is constant"],
     "apart": ["weights differ between gpus", "my models diverge across ranks", "different weights on each gpu"],
     "scale": ["results differ from single gpu", "accuracy worse on multiple gpus", "worse results with more gpus"],
-    "data": ["each gpu gets the same data"],
     "logged": ["wrong metric in validation"],
     "resumed": ["resume gives different result", "restart continues differently"],
     "stops": ["it crashes on several gpus", "stops with an error", "error on several gpus"],
@@ -202,6 +201,11 @@ MEASURES = (
     "what do the numbers of a fit mean",
     "is my model overfitting",
 )
+
+
+def test_own_data_is_not_the_symptom_of_that_name(index: search.Index) -> None:
+    for typed in ("my own data", "train on my own data", "my own csv data"):
+        assert index.best(typed)[0] == "own_data"
 
 
 @pytest.mark.parametrize("typed", MEASURES)
