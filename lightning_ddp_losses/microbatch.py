@@ -66,7 +66,9 @@ def microbatched(
         >>> embeddings = microbatched(encoder, 4)(torch.randn(10, 3))
     """
     is_module, got = isinstance(encoder, nn.Module), type(encoder).__name__
-    expect(is_module, "microbatched: encoder", expected="a torch.nn.Module", got=got)
+    expect(
+        is_module, "microbatched: encoder", expected="a torch.nn.Module", got=got, fix="Pass the encoder as a module."
+    )
     expect_count("microbatched: chunk_size", chunk_size)
     expect_option("microbatched: batch_norm", batch_norm, ("refuse", "eval"))
     if isinstance(encoder, nn.parallel.DistributedDataParallel):
@@ -88,7 +90,12 @@ class _Pieces:
         # 1. rows of the batch
         rows = next((tensor.shape[0] for tensor in inputs.tensors_in((args, kwargs)) if tensor.ndim), None)
         if rows is None:
-            raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
+            raise InputError(
+                "microbatched",
+                expected="a batch along dim 0",
+                got="no tensor with rows",
+                fix="Pass tensors with rows in dimension 0.",
+            )
         self._refuse_batch_norm()
         # 2. one piece after the other. A rank without rows still runs its encoder
         joined, versions, pieces = _Joined(rows), self._parameter_versions(), self._number_of_pieces(rows)

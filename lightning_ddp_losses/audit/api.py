@@ -171,7 +171,13 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
 
 def _validate(model: Any, devices: int, off: frozenset[str], strategy: Any) -> None:
     is_module = isinstance(model, LightningModule)
-    expect(is_module, "audit", expected="a LightningModule", got=type(model).__name__)
+    expect(
+        is_module,
+        "audit",
+        expected="a LightningModule",
+        got=type(model).__name__,
+        fix="Pass the module that Trainer.fit trains. For any other loop use parity(build, step, batches).",
+    )
     expect_count("audit(devices=...)", devices, at_least=2)
     allowed = f"some of {', '.join(ABLATIONS)}"
     fix = ""
@@ -190,7 +196,13 @@ def _validate(model: Any, devices: int, off: frozenset[str], strategy: Any) -> N
 def _single_source(**sources: Any) -> Any:
     """Return the data, whichever name it was given under, or None without data."""
     given = {name: source for name, source in sources.items() if source is not None}
-    expect(len(given) <= 1, "audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
+    expect(
+        len(given) <= 1,
+        "audit",
+        expected=f"one of {', '.join(sources)}",
+        got=" and ".join(given),
+        fix="Give the data once.",
+    )
     return next(iter(given.values()), None)
 
 

@@ -184,7 +184,13 @@ def _strategy_of(target: FitTarget) -> Any:
     strategy = target.strategy
     if isinstance(strategy, str):
         known = strategy in StrategyRegistry
-        expect(known, "strategy", expected="a strategy that Lightning knows", got=repr(strategy))
+        expect(
+            known,
+            "strategy",
+            expected="a strategy that Lightning knows",
+            got=repr(strategy),
+            fix="Name one of Lightning's strategies, such as 'ddp' or 'ddp_losses', or pass an object.",
+        )
         entry = StrategyRegistry[strategy]
         strategy = entry["strategy"](**entry["init_params"])
     else:

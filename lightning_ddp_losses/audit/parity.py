@@ -104,7 +104,13 @@ def parity(
     expect_count("parity(ranks=...)", ranks, at_least=2)
     expect_count("parity(accumulate=...)", accumulate)
     given = sum(each is not None for each in (step, loop))
-    expect(given == 1, "parity", expected="one of step and loop", got=f"{given} of them")
+    expect(
+        given == 1,
+        "parity",
+        expected="one of step and loop",
+        got=f"{given} of them",
+        fix="Pass step, from model and batch to the loss, or loop, a whole optimizer step.",
+    )
     if not callable(wrap):
         expect_option("parity(wrap=...)", wrap, ("ddp", "fully_shard", None))
     expect_option("parity(dtype=...)", dtype, (*PRECISIONS, None))
@@ -160,7 +166,14 @@ def _rows_of(batch: Any, what: str) -> int:
 
 def _sizes(rows: int, ranks: int, splits: str | Sequence[int]) -> list[int]:
     """Return how many rows each rank gets."""
-    expect(rows >= ranks, "batches", expected=f"a row for each of {ranks} ranks", got=rows, error=InputError)
+    expect(
+        rows >= ranks,
+        "batches",
+        expected=f"a row for each of {ranks} ranks",
+        got=rows,
+        error=InputError,
+        fix="Give batches with more rows, or use fewer ranks.",
+    )
     if not isinstance(splits, str):
         sizes = list(splits)
         fits = len(sizes) == ranks and sum(sizes) == rows and min(sizes) >= 0
@@ -323,7 +336,13 @@ class _Training(Recorder):
     def _built(self) -> tuple[nn.Module, Callable[[nn.Module], Optimizer]]:
         found = self.target.build()
         model, make_optimizer = found if isinstance(found, tuple) else (found, lambda it: SGD(it.parameters(), lr=0.1))
-        expect(isinstance(model, nn.Module), "build()", expected="a model", got=type(model).__name__)
+        expect(
+            isinstance(model, nn.Module),
+            "build()",
+            expected="a model",
+            got=type(model).__name__,
+            fix="Return the model, or the model and a function that makes its optimizer.",
+        )
         expect(
             not isinstance(make_optimizer, Optimizer),
             "build()",

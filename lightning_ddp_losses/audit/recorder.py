@@ -227,6 +227,7 @@ class Recorder:
             expected="the same rows of the draws in each",
             got="others, so that it is not known for which rows the loop draws",
             error=InputError,
+            fix="Draw for the rows of each micro-batch in one order.",
         )
         return found[0]
 

@@ -143,7 +143,14 @@ def _single_count(record: rank_record.BatchRecord) -> int:
     """Return the number of rows of a batch, which must be equal for all loaders."""
     counts = set(rank_record.rows_by_loader(record.rows))
     is_one = len(counts) == 1
-    expect(is_one, "batch", expected="as many rows in each loader", got=sorted(counts), error=InputError)
+    expect(
+        is_one,
+        "batch",
+        expected="as many rows in each loader",
+        got=sorted(counts),
+        error=InputError,
+        fix="Give loaders of equal batch sizes.",
+    )
     return counts.pop()
 
 

@@ -76,6 +76,9 @@ class CheckCallback(Callback):
 class RankCheck(Check, CheckCallback):
     """Base class of the checks: subclass it, set its stages, and write ``measure`` and ``judge``.
 
+    A check needs a Trainer, which calls it at its stages. A training loop without a Trainer uses ``parity`` to compare its ranks with one
+    process.
+
     Pass a check to the trainer as a callback (``Trainer(callbacks=[ParameterSyncCheck()])``), or to ``DDPChecks``. In both cases all checks
     of a trainer share one gather. The options of a subclass are the fields of a dataclass like this one.
 
@@ -173,7 +176,13 @@ class DDPChecks(CheckCallback, Settings):
         if self.checks is None:
             self.checks = [check() for check in DEFAULT_CHECKS]
         wrong = [type(check).__name__ for check in self.checks if not isinstance(check, RankCheck)]
-        expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
+        expect(
+            not wrong,
+            "DDPChecks: checks",
+            expected="instances of RankCheck",
+            got=", ".join(wrong),
+            fix="Pass objects: DDPChecks(checks=[MyCheck()]).",
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner. Warn if the trainer has several ``DDPChecks``."""

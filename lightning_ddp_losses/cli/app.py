@@ -40,6 +40,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit, parity
+from lightning_ddp_losses.cli import misspelled
 from lightning_ddp_losses.cli.certify import named, run_certify
 from lightning_ddp_losses.cli.configs import named_configs, run_configs, with_shipped_configs
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
@@ -484,6 +485,7 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code == 2:  # a command line or a config that the parser rejected
             sys.stderr.write(missing_class_path(sys.argv[1:]))
+            sys.stderr.write(misspelled.advice(config_files(sys.argv[1:])))
         raise
     except (DDPLossError, MisconfigurationException) as error:
         if getattr(error, "collective", False) and process_groups.rank() > 0:

@@ -104,7 +104,13 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
     # selected configs
     names = [Path(name).stem for name in given.name] or list(shipped)
     unknown = [name for name in names if name not in shipped]
-    expect(not unknown, "ddp-losses configs", expected=f"names out of {', '.join(shipped)}", got=", ".join(unknown))
+    expect(
+        not unknown,
+        "ddp-losses configs",
+        expected=f"names out of {', '.join(shipped)}",
+        got=", ".join(unknown),
+        fix="Run `ddp-losses configs` to list them.",
+    )
     if given.copy is None:
         table = Table("config", "what it trains")
         for name in names:
@@ -117,7 +123,13 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
     folder: Path = given.copy
     there = [name for name in names if (folder / shipped[name].name).exists()]
     got = f"{', '.join(there)} in it"
-    expect(not there, f"ddp-losses configs --copy {folder}", expected="a folder without them", got=got)
+    expect(
+        not there,
+        f"ddp-losses configs --copy {folder}",
+        expected="a folder without them",
+        got=got,
+        fix="Choose another folder, or remove these files.",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copy(shipped[name], folder)

@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.syntax import Syntax
 
 from lightning_ddp_losses.cli import search
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
@@ -47,6 +48,7 @@ PLACES = (
     f"{PACKAGE}.cli",
 )
 _BLOCK = re.compile(r"```(?P<language>\w+)\n(?P<code>.*?)```", re.DOTALL)
+_FENCED = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$\n*", re.DOTALL | re.MULTILINE)
 _ENDINGS = {"python": ".py", "yaml": ".yaml", "bash": ".sh"}
 _OURS = "\n## With this package\n"
 PAGES = Path(__file__).parent / "pages"
@@ -101,9 +103,19 @@ def fault_list(*shown: str) -> str:
     parts = ["# Known faults, by how they show", "`ddp-losses explain F24` shows one of them."]
     for key in shown or SYMPTOMS:
         parts += [f"## {SYMPTOMS[key]}", fault_lines([fault for fault, row in FAULTS.items() if row.seen_as == key])]
+    parts += [_ENDS[key] for key in shown if key in _ENDS]
     if not shown:
         parts.append(f"{', '.join(UNUSED)}: {next(iter(UNUSED.values()))}")
     return "\n\n".join(parts) + "\n"
+
+
+_ENDS = {
+    "hang": (
+        "A loop of your own (plain DDP, `torchrun`) has no `DDPChecks`: `ddp-losses explain loop` has a section about hangs, with "
+        "code that shows where each rank waits."
+    )
+}
+"""Last paragraph of a symptom's page."""
 
 
 def fault_lines(faults: Iterable[str]) -> str:
@@ -376,8 +388,27 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
         save_code(page, Path(given.save))
         console.print(f"Saved to {given.save}: the code of `ddp-losses explain {words}`.", highlight=False)
         return 0
-    console.print(Markdown(_TABLE.sub(_as_list, page)), width=min(console.width, _WIDEST))
+    show(page, console)
     return int(found is None)
+
+
+def show(page: str, console: Console) -> None:
+    """Print a page. Text is wrapped, and lines of code are not, so that a copy of them runs whatever the width.
+
+    Args:
+        page: Markdown.
+        console: Where to print.
+    """
+    width = min(console.width, _WIDEST)
+    end = 0
+    for block in _FENCED.finditer(page):
+        console.print(Markdown(_TABLE.sub(_as_list, page[end : block.start()])), width=width)
+        syntax = Syntax("", block["language"] or "text", theme="ansi_dark", background_color="default")
+        code = syntax.highlight(block["code"].rstrip())
+        code.rstrip()
+        console.print("", code, "", sep="\n", soft_wrap=True)
+        end = block.end()
+    console.print(Markdown(_TABLE.sub(_as_list, page[end:])), width=width)
 
 
 def save_code(page: str, file: Path) -> None:
@@ -394,7 +425,7 @@ def save_code(page: str, file: Path) -> None:
     blocks = list(_BLOCK.finditer(part))
     endings = {_ENDINGS.get(block["language"]) for block in blocks} - {None}
     expected = ", ".join(sorted(map(str, endings))) or "no file: the page has no code"
-    expect(file.suffix in endings, "--save: ending", expected=expected, got=file.name)
+    expect(file.suffix in endings, "--save: ending", expected=expected, got=file.name, fix="Choose another ending.")
     expect(
         not file.exists(), "--save", expected="a new file", got=f"{file}, which is there", fix="Choose another name."
     )

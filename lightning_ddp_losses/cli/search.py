@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
+from lightning_ddp_losses.core.faults import SYMPTOMS
 from lightning_ddp_losses.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ _LITTLE = """
     a about all am an and are as at be but by can do does for from has have how i if in is it its me my no not of on only or our so that the
     their them there they this to too use using was we what when where which while why will with you your
 """
+# where it happens, and not what happens: left out if other words remain
+_SCENE = """
+    again anymore ddp distributed does doesn even gpu gpus it just multi multiple node nodes program run running several single start t than
+    then torchrun train trains training two up nothing
+"""
+SYMPTOM_FACTOR = 1.8
+"""Factor of the rank of a symptom's page, because it lists the pages of its faults."""
+_OF_A_SYMPTOM = tuple(symptom for symptom in SYMPTOMS if symptom != "data")  # a word with many other uses
 _WORD = re.compile(r"[^\W_]+")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _FILE = Path(__file__).with_name("words.yaml")
@@ -86,6 +95,7 @@ class Index:
             typed: Words as typed by a user.
         """
         words = dict.fromkeys(word for word in _words(typed) if word not in _LITTLE.split())
+        words = dict.fromkeys(word for word in words if word not in _SCENE.split()) or words
         known = [found for found in map(self._known, words) if found]
         # a misspelled name
         named = []
@@ -105,9 +115,12 @@ class Index:
         if not words:
             return []
         query = " OR ".join(f'"{word}"' for word in words)
+        # the smallest is the best
         rank = f"bm25(pages, 0.0, {', '.join(map(str, WEIGHTS.values()))})"
+        symptoms = ", ".join(f"'{key}'" for key in _OF_A_SYMPTOM)
+        factor = f"CASE WHEN topic IN ({symptoms}) THEN {SYMPTOM_FACTOR} ELSE 1.0 END"
         found = self._table.execute(
-            f"SELECT topic FROM pages WHERE pages MATCH ? ORDER BY {rank} LIMIT {MOST}", (query,)
+            f"SELECT topic FROM pages WHERE pages MATCH ? ORDER BY {rank} * {factor} LIMIT {MOST}", (query,)
         )
         return [topic for (topic,) in found]
 

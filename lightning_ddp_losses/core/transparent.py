@@ -117,7 +117,13 @@ class TransparentWrapper(nn.Module):
         is_taken = name in vars(self) or hasattr(type(self), name)
         if wrapped is not None and (name == _WRAPPED or (name == self.old_name and getattr(self, name) is wrapped)):
             is_module = isinstance(value, nn.Module)
-            expect(is_module, f"{type(self).__name__}: {name}", expected="a torch.nn.Module", got=repr(value))
+            expect(
+                is_module,
+                f"{type(self).__name__}: {name}",
+                expected="a torch.nn.Module",
+                got=repr(value),
+                fix="Assign a module, or None.",
+            )
             self.wrap_(value)
         elif wrapped is None or name[0] == "_" or is_taken:
             super().__setattr__(name, value)

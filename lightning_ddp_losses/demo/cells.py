@@ -81,7 +81,13 @@ class CellsDataModule(BatchedArrayDataModule):
         super().__init__(batch_size, seed, num_workers, m_per_class)
         for name, value in (("genes", genes), ("types", types), ("held_out_cells", held_out_cells)):
             expect_count(name, value)
-        expect(held_out_cells < cells, "cells", expected=f"more than held_out_cells={held_out_cells}", got=cells)
+        expect(
+            held_out_cells < cells,
+            "cells",
+            expected=f"more than held_out_cells={held_out_cells}",
+            got=cells,
+            fix="Raise cells, or lower held_out_cells.",
+        )
         self.cells, self.genes, self.types = cells, genes, types
         self.path = Path(folder) / f"counts_{cells}x{genes}_{types}types_seed{seed}.npy"
         self.labels = self.held_out_labels = draw_types(cells, types, seed)

@@ -252,7 +252,14 @@ class ArrayDataModule(BatchedArrayDataModule):
         else:
             train, held = (", ".join(map(str, array.shape[1:])) for array in (self.features, self.held_out_features))
             expected, got = f"(N, {train}) like {features}", f"(N, {held})"
-            expect(train == held, f"shape of {val_features}", expected=expected, got=got, error=InputError)
+            expect(
+                train == held,
+                f"shape of {val_features}",
+                expected=expected,
+                got=got,
+                error=InputError,
+                fix="Give both files the same columns.",
+            )
             self.train_rows = np.arange(len(self.labels))
             self.held_out_rows = np.arange(len(self.held_out_labels))
         expected, got = "at least one of two rows, so that one can be held out", "one row for each label"
@@ -289,7 +296,13 @@ def _load_arrays(
 ) -> tuple[Pair, Pair]:
     """Open features and labels of the training files and of the held-out files, or the training files again."""
     expected, got = "both val_features and val_labels, or neither", f"{val_features=!s}, {val_labels=!s}"
-    expect((val_features is None) == (val_labels is None), "held-out files", expected=expected, got=got)
+    expect(
+        (val_features is None) == (val_labels is None),
+        "held-out files",
+        expected=expected,
+        got=got,
+        fix="Give both files.",
+    )
     fix = "Give features as a csv file with a label in each row, or labels as an .npy file."
     expect(
         labels is not None and label is None, "labels", expected="an .npy file", got=label, fix=fix, error=InputError
@@ -314,7 +327,12 @@ def open_array(path: PathLike, what: str) -> Array:
         raise InputError(f"{what} {path}", expected=expected, got=_other_content(path, error), fix=fix) from error
     if not isinstance(array, np.ndarray):
         array.close()
-        raise InputError(f"{what} {path}", expected=expected, got="an .npz archive")
+        raise InputError(
+            f"{what} {path}",
+            expected=expected,
+            got="an .npz archive",
+            fix="Save each array by numpy.save in a file of its own.",
+        )
     return array
 
 
@@ -334,11 +352,29 @@ def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, A
     # the features
     expected = "(N, D) or (N, channels, height, width), nothing of length 0"
     is_filled = features.ndim > 1 and 0 not in features.shape
-    expect_input(is_filled, f"shape of {features_path}", expected=expected, got=features.shape)
+    expect_input(
+        is_filled,
+        f"shape of {features_path}",
+        expected=expected,
+        got=features.shape,
+        fix="Save a table of features, one row for each label.",
+    )
     is_number = features.dtype.kind in "fiu"
-    expect_input(is_number, f"dtype of {features_path}", expected="floating or integer numbers", got=features.dtype)
+    expect_input(
+        is_number,
+        f"dtype of {features_path}",
+        expected="floating or integer numbers",
+        got=features.dtype,
+        fix="Convert them: features.astype('float32').",
+    )
     # the labels
-    expect_input(labels.ndim == 1, f"shape of {labels_path}", expected=f"({len(features)},)", got=labels.shape)
+    expect_input(
+        labels.ndim == 1,
+        f"shape of {labels_path}",
+        expected=f"({len(features)},)",
+        got=labels.shape,
+        fix="Save one label for each row.",
+    )
     fix = "Number the classes from 0: numpy.unique(names, return_inverse=True)[1]."
     expect_input(labels.dtype.kind in "iu", f"dtype of {labels_path}", expected="integers", got=labels.dtype, fix=fix)
     rows, fix = f"{len(features)}, as in {features_path}", "Write one label for each row of the features."
@@ -478,7 +514,9 @@ def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None
     """
     what = f"m_per_class (rows of a class in the global batch of {batch_size})"
     is_divisor = m_per_class > 0 and batch_size % m_per_class == 0
-    expect(is_divisor, what, expected=f"a divisor of {batch_size}", got=m_per_class)
+    expect(
+        is_divisor, what, expected=f"a divisor of {batch_size}", got=m_per_class, fix="Choose a divisor of batch_size."
+    )
     classes = len(np.unique(labels))
     expected = f"at least {-(-batch_size // classes)}, as there are {classes} classes"
     fix = "Raise m_per_class, or lower batch_size."
@@ -496,7 +534,13 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
     Returns:
         Sorted row numbers (train, held out) without overlap.
     """
-    expect(0 <= fraction <= 1, "held_out (share of every class)", expected="between 0 and 1", got=fraction)
+    expect(
+        0 <= fraction <= 1,
+        "held_out (share of every class)",
+        expected="between 0 and 1",
+        got=fraction,
+        fix="Give a share, 0.25 for a quarter.",
+    )
     every_row, none = np.arange(len(labels)), np.arange(0)
     if fraction == 0:
         return every_row, none

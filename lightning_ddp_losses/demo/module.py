@@ -185,7 +185,14 @@ class DigitsEncoder(nn.Module):
         Raises:
             InputError: Images of another shape.
         """
-        expect(x.shape[1:] == (1, 8, 8), "images", expected="(B, 1, 8, 8)", got=tuple(x.shape), error=InputError)
+        expect(
+            x.shape[1:] == (1, 8, 8),
+            "images",
+            expected="(B, 1, 8, 8)",
+            got=tuple(x.shape),
+            error=InputError,
+            fix="Use an encoder for your images, or resize them to 8x8 grey values.",
+        )
         embeddings: Tensor = self.layers(x)
         return embeddings
 

@@ -115,7 +115,7 @@ def _warn_of_identifiers(features: Array, columns: Sequence[str], path: PathLike
     count = len(features)
     if count < _FEWEST_ROWS:
         return
-    whole = np.flatnonzero((features == np.floor(features)).all(0))
+    whole = np.flatnonzero((features == np.floor(features)).all(0)).tolist()
     found = [number for number in whole if len(np.unique(features[:, number])) > _DISTINCT * count]
     if len(found) != 1 or len(columns) == 1:
         return
@@ -137,9 +137,16 @@ def _read_rows(path: PathLike) -> list[list[str]]:
         fix = f"Paths are relative to {os.getcwd()}."
         raise InputError(f"table {path}", expected="a csv file", got="no such file", fix=fix) from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"table {path}", expected="a csv file", got=str(error)) from error
+        raise InputError(
+            f"table {path}", expected="a csv file", got=str(error), fix="Save the table as csv with UTF-8 letters."
+        ) from error
     if not rows:
-        raise InputError(f"table {path}", expected="rows with a label and numbers", got="an empty file")
+        raise InputError(
+            f"table {path}",
+            expected="rows with a label and numbers",
+            got="an empty file",
+            fix="Save the table again as csv.",
+        )
     return rows
 
 
@@ -173,7 +180,8 @@ def _numbers(cells: Sequence[str], columns: Sequence[str], where: str) -> Array:
         fix = "Leave out rows with missing values, or fill them."
         if _DECIMAL_COMMA.fullmatch(cell):
             got += ", a decimal comma"
-            fix = f"Write points: {cell.replace(',', '.')}. pandas reads such a table by read_csv(path, sep=None, decimal=',')."
+            pandas = "read_csv(path, sep=None, engine='python', decimal=',').to_csv('points.csv', index=False)"
+            fix = f"Write points: {cell.replace(',', '.')}. With pandas: {pandas}."
         elif re.search("[^\\W\\d_]", cell) and cell.lower() not in _MISSING:
             fix = (
                 f"Every column but the label's is a feature. If {name} identifies rows, set data.init_args.id to {name}. "

@@ -134,7 +134,13 @@ def accumulation_window(
         ...             loss = global_mean(model(rows).square().sum(), len(rows))
         ...         loss.backward()
     """
-    expect(open_window.get() is None, "accumulation_window", expected="no window around it", got="one that is open")
+    expect(
+        open_window.get() is None,
+        "accumulation_window",
+        expected="no window around it",
+        got="one that is open",
+        fix="Close the outer window first, or use one window.",
+    )
     modules = {"": model}
     for i, module in enumerate(losses):
         modules[f"losses[{i}]"] = module

@@ -202,7 +202,9 @@ def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, ad
         got = type(tensor).__name__
         error = InputError(what, expected="a torch.Tensor", got=got, fix="Pass one tensor per call.")
     elif backward not in ("sum", "own_slice"):
-        error = InputError(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
+        error = InputError(
+            f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward), fix="Choose 'sum' or 'own_slice'."
+        )
     elif process_groups.world_size(group) == 1:
         return
     elif torch_compat.is_transformed(tensor):

@@ -37,7 +37,12 @@ def mesh_of_shards(title: str, mesh: DeviceMesh | None, device_type: str, group:
     Communication: one handshake of the world.
     """
     if not process_groups.is_distributed():
-        raise ConfigurationError(f"{title} as a DTensor", expected="a process group", got="none in this process")
+        raise ConfigurationError(
+            f"{title} as a DTensor",
+            expected="a process group",
+            got="none in this process",
+            fix="Call init_process_group first.",
+        )
     problem = "" if mesh is None else _problem(mesh, process_groups.members(group))
     problems = [told.decode() for told in handshake.all_gather(f"{title} as a DTensor", {}, problem.encode())]
     if any(problems):

@@ -167,6 +167,7 @@ class _Part(torch.autograd.Function):
             f"accumulation window: {call.title}",
             expected="Tensor.backward or torch.autograd.backward inside the window",
             got="another way to back-propagate it, or one outside of the window",
+            fix="Call loss.backward() inside the window.",
         )
         call.note_slopes_(grad, ctx.first)
         weights = call.weights[ctx.first : ctx.first + grad.numel()]

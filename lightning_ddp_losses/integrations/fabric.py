@@ -181,7 +181,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         if all(shard_of(parameter) is None for parameter in parameters):
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         what = "clip_gradients(norm_type=...) over classes that are divided over the ranks"
-        expect(norm_type == 2, what, expected=2.0, got=norm_type)
+        expect(norm_type == 2, what, expected=2.0, got=norm_type, fix="Leave norm_type at 2.0.")
         self.precision.unscale_gradients(optimizer)
         norm = self._sharding.clip_(parameters, float(max_norm))
         if error_if_nonfinite and not norm.isfinite():

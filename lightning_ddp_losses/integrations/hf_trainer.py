@@ -113,6 +113,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
             "hf_loss",
             expected="Trainer(compute_loss_func=loss, callbacks=[loss])",
             got="compute_loss_func alone, so the arguments of the Trainer are unknown",
+            fix="Pass the object as both.",
         )
         value = self._loss(outputs, labels)
         # the value of one of our losses is recorded when it is computed

@@ -98,7 +98,13 @@ class SyncBatchNorm(LayerSync):
         if group_size is not None:
             expect_count("group_size", group_size)
         is_one_way = group_size is None or process_group is None
-        expect(is_one_way, "SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
+        expect(
+            is_one_way,
+            "SyncBatchNorm",
+            expected="group_size= or process_group=, or neither",
+            got="both",
+            fix="Give one of them.",
+        )
         self.group_size, self.process_group = group_size, process_group
         self._patches: list[MethodPatch] = []
         self._plan: ForwardPlan | None = None

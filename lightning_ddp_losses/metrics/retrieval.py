@@ -181,7 +181,9 @@ class EmbeddingRetrieval(Members, MetricCollection):
         names = [metrics] if isinstance(metrics, str) else list(metrics)
         measures = [Measure.parse(name) for name in names]
         is_set = bool(names) and len(set(names)) == len(names)
-        expect(is_set, f"{TITLE}: metrics", expected="one name or more, each once", got=names)
+        expect(
+            is_set, f"{TITLE}: metrics", expected="one name or more, each once", got=names, fix="Name each metric once."
+        )
         evaluation = RetrievalEvaluation(measures, Scores(distance), shared_index=shared_index)
         members: dict[str, Any] = {
             measure.name: RetrievalMember(measure.name, evaluation, **kwargs) for measure in measures

@@ -213,7 +213,13 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         title = "GlobalBatchSampler.shuffled"
         expect_count(f"{title}: length", length)
         expect_count(f"{title}: global_batch_size", global_batch_size)
-        expect(seed is not None, f"{title}: seed", expected="a whole number", got=seed)
+        expect(
+            seed is not None,
+            f"{title}: seed",
+            expected="a whole number",
+            got=seed,
+            fix="Give a seed, the same on every rank.",
+        )
         order = Permutation(length)
         draw = ShuffledDraw(order, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed, title=title)
         return GlobalBatches.of(draw)

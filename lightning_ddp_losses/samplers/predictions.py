@@ -88,7 +88,13 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     with handshake.raising_on_all_ranks(_TITLE):
         ranks = range(process_groups.world_size())
         is_rank = dst is None or (isinstance(dst, int) and not isinstance(dst, bool) and dst in ranks)
-        expect(is_rank, f"{_TITLE}: dst", expected=f"a rank from 0 to {ranks[-1]}, or None", got=repr(dst))
+        expect(
+            is_rank,
+            f"{_TITLE}: dst",
+            expected=f"a rank from 0 to {ranks[-1]}, or None",
+            got=repr(dst),
+            fix="Choose a rank of the run, or None for every rank.",
+        )
         loaders = current_loaders(trainer)
         drawn = [_drawn_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
         payload = messages.pack([batches.kinds_of_lists() for batches in drawn])
@@ -176,7 +182,14 @@ def _by_loader(predictions: Any, loaders: Sequence[Any]) -> list[Any]:
         expected = f"{len(loaders)} lists, one for each loader, with an entry per batch"
         found = list(predictions) if isinstance(predictions, (list, tuple)) else []
     is_list = len(found) == len(loaders) and all(isinstance(batches, (list, tuple)) for batches in found)
-    expect(is_list, f"{_TITLE}: predictions", expected=expected, got=type(predictions).__name__, error=InputError)
+    expect(
+        is_list,
+        f"{_TITLE}: predictions",
+        expected=expected,
+        got=type(predictions).__name__,
+        error=InputError,
+        fix="Pass the list that Trainer.predict returns.",
+    )
     return found
 
 

@@ -12,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 import lightning_ddp_losses
@@ -38,7 +39,10 @@ def shown(*arguments: str, width: int = 80, status: int = 0) -> str:
     file = StringIO()
     assert run_explain(arguments, Console(file=file, width=width, color_system=None)) == status
     text = file.getvalue()
-    assert all(len(line) <= width for line in text.splitlines())
+    topic = [word for word in arguments if not word.startswith("-")]
+    page = (find_page(topic) if topic else None) or ""
+    code = "".join(re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)).splitlines()
+    assert all(len(line) <= width or line in code for line in text.splitlines())
     assert "…" not in text  # nothing is cut off
     return text
 
@@ -453,3 +457,29 @@ def test_code_that_a_page_does_not_have_is_not_saved(topic: str, expected: str, 
     with pytest.raises(DDPLossError, match=re.escape(expected)):
         run_explain([*topic.split(), "--save", str(tmp_path / "it.cpp")])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "topic", ["own_data", "certificates", "migrate kubernetes", "F55", "fit_numbers", "GlobalBatchLoss"]
+)
+def test_lines_of_code_are_not_wrapped_whatever_the_width(
+    topic: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is copied from a narrow terminal, or from a pipe, is the code of the page."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run_explain(topic.split()) == 0
+    shown = capsys.readouterr().out
+    page = find_page(topic.split())
+    assert page is not None
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        assert f"\n{block.rstrip()}\n" in shown
+    # text is wrapped
+    code = set("\n".join(blocks).splitlines())
+    assert max(len(line) for line in shown.splitlines() if line not in code) <= 60
+    if topic == "own_data":
+        config = next(block for block in blocks if block.startswith("trainer:"))
+        start = shown.index("trainer:")
+        assert yaml.safe_load(shown[start : start + len(config)]) == yaml.safe_load(config)
+        assert max(map(len, config.splitlines())) > 60

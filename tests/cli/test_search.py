@@ -26,7 +26,7 @@ PHRASES = {
     "export": "export",
     "csv": "own_data, ArrayDataModule",
     "knn": "retrieval",
-    "map@r": "retrieval, EmbeddingModule",
+    "map@r": "fit_numbers",
     "segmentation": "GlobalBatchLoss, DifferentiableMetric, global_rows",
     "dice loss": "global_rows",
     "my own loss function on several gpus": "global_rows, certificates",
@@ -151,6 +151,75 @@ def test_words_lead_to_their_page(index: search.Index, typed: str, pages: str) -
     found = index.best(typed)
     assert len(found) <= search.MOST
     assert set(found) & set(pages.split(", ")), found
+
+
+# sentences as people say them, and the page of the symptom, which is the first one
+SENTENCES = {
+    "hang": [
+        "it hangs on several GPUs",
+        "hangs on multiple gpus",
+        "training hangs",
+        "it just hangs",
+        "freezes with 2 gpus",
+        "nothing happens, it hangs",
+        "my program is stuck and never finishes",
+        "stuck at initializing distributed",
+        "it hangs in validation",
+        "it hangs with torchrun",
+        "my loop waits forever",
+        "program does not finish on several gpus",
+        "deadlock with ddp",
+        "training freezes on 4 GPUs",
+    ],
+    "cost": [
+        "it is slow on several gpus",
+        "several gpus are slower than one",
+        "ddp is slow",
+        "training takes longer on two gpus",
+    ],
+    "stuck": ["loss does not go down on several gpus", "it does not learn with ddp", "my loss is constant"],
+    "apart": ["weights differ between gpus", "my models diverge across ranks", "different weights on each gpu"],
+    "scale": ["results differ from single gpu", "accuracy worse on multiple gpus", "worse results with more gpus"],
+    "logged": ["wrong metric in validation"],
+    "resumed": ["resume gives different result", "restart continues differently"],
+    "stops": ["it crashes on several gpus", "stops with an error", "error on several gpus"],
+}
+
+
+@pytest.mark.parametrize(
+    ("symptom", "typed"), [(symptom, typed) for symptom, sentences in SENTENCES.items() for typed in sentences]
+)
+def test_a_sentence_leads_to_its_symptom_first(index: search.Index, symptom: str, typed: str) -> None:
+    assert index.best(typed)[0] == symptom
+
+
+# what a reader of a fit's table types, and the page that is first
+MEASURES = (
+    "map@r",
+    "r-precision",
+    "what is a good MAP@R",
+    "what do the numbers of a fit mean",
+    "is my model overfitting",
+)
+
+
+def test_own_data_is_not_the_symptom_of_that_name(index: search.Index) -> None:
+    for typed in ("my own data", "train on my own data", "my own csv data"):
+        assert index.best(typed)[0] == "own_data"
+
+
+@pytest.mark.parametrize("typed", MEASURES)
+def test_measures_lead_to_the_page_that_explains_them(index: search.Index, typed: str) -> None:
+    assert index.best(typed)[0] == "fit_numbers"
+
+
+def test_the_pages_of_measures_lead_to_each_other_once(index: search.Index) -> None:
+    assert "fit_numbers" in index.best("retrieval_measures")
+    page = find_page(["fit_numbers"]) or ""
+    for measure in ("precision@1", "R-precision", "MAP@R"):
+        assert f"\n| {measure} | " in page
+    # the other page names this one, and this one defines the measures itself
+    assert "explain fit_numbers" in (find_page(["retrieval"]) or "")
 
 
 # words about random numbers, and pages that are all among those that are shown

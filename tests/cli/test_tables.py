@@ -78,8 +78,30 @@ BAD_TABLES: dict[str, tuple[str, dict[str, Any], str]] = {
     "a missing value": ("kind,x,y\na,1,2\nb,NA,3\n", {}, r"x, row 3 of t.csv: expected a finite number, got 'NA'"),
     "an empty cell": ("kind,x,y\na,1,\nb,2,3\n", {}, r"y, row 2 of t.csv: expected a finite number, got ''"),
     "not finite": ("kind,x\na,inf\nb,2\n", {}, r"x, row 2 of t.csv: expected a finite number, got 'inf'"),
-    "an identifier": ("kind,id,x\na,c1,1\nb,c2,2\n", {}, r"id, row 2 .*(?s:.*)Leave out columns of names"),
+    "an identifier": ("kind,id,x\na,c1,1\nb,c2,2\n", {}, r"id, row 2 .*(?s:.*)set data.init_args.id to id\."),
+    "a decimal comma": (
+        "kind;x\na;1,5\nb;2,5\n",
+        {},
+        r"x, row 2 of t.csv: expected a finite number, got '1,5', a decimal comma\nWrite points: 1\.5\. With pandas: ",
+    ),
+    "a quoted decimal comma": ('kind,x,y\na,"1,5",2\nb,"2,5",3\n', {}, r"got '1,5', a decimal comma"),
+    "decimal commas between commas": (
+        "kind,x,y\na,1,5,2\nb,2,5,3\n",
+        {},
+        r"row 2 of t.csv: expected 3 cells, got 4\n.* Write numbers with a decimal point",
+    ),
     "a short row": ("kind,x,y\na,1,2\nb,1\n", {}, r"row 3 of t.csv: expected 3 cells, got 2"),
+    "an identifier that is not there": (
+        "kind,cell_id,x\na,1,1\nb,2,2\n",
+        {"id": "cellid"},
+        r"id column of t.csv: expected one of the columns kind, cell_id, x, got cellid\nDid you mean cell_id\?",
+    ),
+    "identifiers and labels only": ("id,kind\n1,a\n2,b\n", {"id": "id"}, r"expected rows with a label and numbers"),
+    "a label that is misspelled": (
+        "cell_type,x\na,1\nb,2\n",
+        {"label": "celltype"},
+        r"Did you mean cell_type\? Set data.init_args.label to it",
+    ),
     "no label": ("kind,x\na,1\n,2\n", {}, r"label in row 3 of t.csv: expected a name or a number, got an empty cell"),
     "another label": (
         "kind,x\na,1\nb,2\n",
@@ -104,6 +126,57 @@ def test_a_table_that_cannot_be_read_says_where(name: str) -> None:
     Path("t.csv").write_text(text)
     with pytest.raises(InputError, match=message):
         ArrayDataModule("t.csv", batch_size=2, **options)
+
+
+def table_with(values: list[int], path: str = "t.csv") -> None:
+    """Write a table whose column `number` has these values."""
+    lines = [f"{'ab'[row % 2]},{value},{row / 7:.3f}" for row, value in enumerate(values)]
+    Path(path).write_text("\n".join(["kind,number,x", *lines]))
+
+
+LOOKS_LIKE_ONE = (
+    r"column number of t.csv, which is a feature: expected measurements, got 30 different whole numbers in 30 rows"
+)
+
+
+def test_a_feature_that_looks_like_an_identifier_is_warned_of() -> None:
+    table_with([1000 + 7 * row for row in range(30)])
+    with pytest.warns(UserWarning, match=LOOKS_LIKE_ONE) as warned:
+        data = ArrayDataModule("t.csv", batch_size=6)
+    assert "set data.init_args.id to number: " in str(warned[0].message)
+    assert data.features.shape == (30, 2)
+
+
+@pytest.mark.parametrize(
+    "values", [[row % 5 for row in range(30)], [7 * row for row in range(19)]], ids=["counts", "too few rows"]
+)
+@pytest.mark.filterwarnings("error")
+def test_counts_are_no_identifiers(values: list[int]) -> None:
+    table_with(values)
+    assert ArrayDataModule("t.csv", batch_size=2).features.shape == (len(values), 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_many_columns_of_different_whole_numbers_are_measurements() -> None:
+    lines = [f"{'ab'[row % 2]},{row * 3},{row * 5},{row * 11}" for row in range(30)]
+    Path("t.csv").write_text("\n".join(["kind,x,y,z", *lines]))
+    assert ArrayDataModule("t.csv", batch_size=2).features.shape == (30, 3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_identifiers_are_kept_and_are_no_feature() -> None:
+    Path("t.csv").write_text(",barcode,kind,x\n0,AAC-1,a,1.5\n1,GTT-1,b,2.5\n2,CAT-1,a,3.5\n3,TTT-1,b,4.5\n")
+    data = ArrayDataModule("t.csv", label="kind", id="barcode", batch_size=2)
+    assert list(data.row_ids) == ["AAC-1", "GTT-1", "CAT-1", "TTT-1"]
+    assert data.features.tolist() == [[row, row + 1.5] for row in range(4)]
+    # a column without a name, as pandas writes its index, is named by its number; the label is then the next one
+    Path("u.csv").write_text(",kind,x\n10,a,1.5\n11,b,2.5\n12,a,3.5\n13,b,4.5\n")
+    data = ArrayDataModule("u.csv", id="column 1", batch_size=2)
+    assert (list(data.row_ids), data.class_names) == (["10", "11", "12", "13"], ["a", "b"])
+    np.save("x.npy", np.zeros((4, 2)))
+    np.save("y.npy", np.arange(4) % 2)
+    with pytest.raises(InputError, match=r"data.init_args.id: expected none beside arrays, got cell"):
+        ArrayDataModule("x.npy", "y.npy", id="cell")
 
 
 def test_no_message_advises_to_load_pickles() -> None:
@@ -170,8 +243,14 @@ def test_every_row_is_embedded_with_its_number_and_label(
 ) -> None:
     """The page's own config, as its reader types it."""
     numbers = write_table("cells.csv")
+    head, *lines = Path("cells.csv").read_text().splitlines()
+    named = [f"cell-{number},{line}" for number, line in enumerate(lines)]
+    Path("cells.csv").write_text("\n".join([f"barcode,{head}", *named]))
     (config,) = re.findall(r"```yaml\n(.*?)```", manual.about()["own_data"], re.DOTALL)
     Path("cells.yaml").write_text(config.replace("accelerator: auto, devices: 2, max_epochs: 20", SMALL))
+    Path("cells.yaml").write_text(
+        Path("cells.yaml").read_text().replace("label: cell_type", "label: cell_type, id: barcode")
+    )
     for command in (["fit"], ["predict", "--ckpt_path", "logs/fit/version_0/checkpoints/epoch=1-step=2.ckpt"]):
         monkeypatch.setattr("sys.argv", ["ddp-losses", *command, "--config", "cells.yaml"])
         run_command()
@@ -179,8 +258,9 @@ def test_every_row_is_embedded_with_its_number_and_label(
     with Path("logs/fit/version_1/embeddings.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["row"] for row in rows] == [str(row) for row in range(ROWS)]
+    assert [row["id"] for row in rows] == [f"cell-{row}" for row in range(ROWS)]
     assert [row["label"] for row in rows] == [TYPES[row % 3] for row in range(ROWS)]
-    held_out = ArrayDataModule("cells.csv", batch_size=32).held_out_rows
+    held_out = ArrayDataModule("cells.csv", label="cell_type", id="barcode", batch_size=32).held_out_rows
     assert [int(row["row"]) for row in rows if row["held_out"] == "1"] == held_out.tolist()
     # the embedding of each row, by the encoder of the checkpoint
     found = np.array([[float(row[f"embedding_{dimension}"]) for dimension in range(8)] for row in rows])
