@@ -78,7 +78,7 @@ class Module(LightningModule):
         sampler = GlobalBatchSampler.batches(SequentialSampler(range(ROWS)), G, seed=0)
         return DataLoader(TensorDataset(batches([ROWS])[0]), batch_sampler=sampler)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         torch.rand(1 + dist.get_rank() + dist.get_world_size())
         numpy.random.rand(2 + dist.get_rank())
 
@@ -208,9 +208,26 @@ class Alone(Module):
         return loss_of(self.net, batch[0])
 
 
+class Augmented(Module):
+    def on_after_batch_transfer(self, batch: list[Tensor], index: int) -> list[Tensor]:
+        return [batch[0] + 0.1 * torch.randn_like(batch[0])]
+
+
+class DrawnOnRankOne(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if dist.get_rank() == 1:
+            random.random()
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(Shuffling, "something else than pick rows"), (Unseen, "numpy's"), (Alone, r"rand of shape \(\)")],
+    [
+        (Augmented, "a hook has drawn"),
+        (DrawnOnRankOne, "a hook has drawn"),
+        (Shuffling, "something else than pick rows"),
+        (Unseen, "numpy's"),
+        (Alone, r"rand of shape \(\)"),
+    ],
 )
 def test_what_cannot_be_so_is_one_error_on_all_ranks(pool: RankPool, kind: type[Module], text: str) -> None:
     pool.run(2, _refused, kind, text)
