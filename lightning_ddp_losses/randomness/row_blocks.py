@@ -114,6 +114,7 @@ def _seed_(seed: int, device: torch.device) -> None:
 
 def _blocks(rows: Rows, size: int) -> Iterator[tuple[int, slice, Rows]]:
     """Yield the number of each block with rows of this rank, the positions of these rows in the rank, and in the block."""
+    assert rows.order is None
     end = rows.start + rows.local
     for number in range(rows.start // size, -(-end // size)):
         first, last = max(rows.start, number * size), min(end, (number + 1) * size)

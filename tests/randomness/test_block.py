@@ -370,7 +370,7 @@ def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) ->
 
 @each_rank(1)
 def test_one_process_that_draws_by_row_refuses_the_same() -> None:
-    for case, (draw, _) in REFUSED.items():
+    for draw, _ in REFUSED.values():
         x = torch.ones(3, 4)
         before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
         with pytest.raises(ConfigurationError), global_randomness(rows=x, randomness="by_row"):
