@@ -208,6 +208,33 @@ class Alone(Module):
         return loss_of(self.net, batch[0])
 
 
+class MonteCarloValidation(Module):
+    """Draws in validation too, with as many numbers as this rank has rows."""
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(batches([7])[0]), batch_size=2)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.net.train()
+        self.log("spread", torch.stack([self.net(batch[0]) for _ in range(3)]).std(0).mean(), sync_dist=True)
+        random.random()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@each_rank()
+def test_draws_of_validation_change_no_training_step(world_size: int) -> None:
+    expected = by_hand("vit block")
+    module = MonteCarloValidation("vit block")
+    torch.manual_seed(SEED)
+    trainer = make_trainer(
+        DDPLossStrategy(randomness="global"), max_epochs=EPOCHS, limit_val_batches=2, val_check_interval=1
+    )
+    trainer.fit(module)
+    assert float(trainer.callback_metrics["spread"]) > 0
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
 class Augmented(Module):
     def on_after_batch_transfer(self, batch: list[Tensor], index: int) -> list[Tensor]:
         return [batch[0] + 0.1 * torch.randn_like(batch[0])]
