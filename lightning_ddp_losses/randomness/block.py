@@ -61,7 +61,9 @@ def global_randomness(
     layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times as long on 8. A rank with one row also runs
     each call of forward for two rows, because one row does not show which dimension contains the rows. Generators that the user creates in
     numpy or Python, branches on ``len(x)``, and loops that draw once per row of the rank are not tracked. Batch norm without
-    synchronization is a different layer on W ranks, with or without draws.
+    synchronization is a different layer on W ranks, with or without draws. An encoder that draws is an error in
+    ``microbatched``, whose pieces are other rows on each rank. Use activation checkpointing (``torch.utils.checkpoint``) instead, or
+    accumulate micro-batches.
 
     Example:
         >>> import torch

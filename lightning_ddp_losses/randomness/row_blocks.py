@@ -1,8 +1,8 @@
 """`draw_own_blocks`: a draw with rows in which each rank draws for its own rows only (``randomness="by_row"``).
 
-The rows of all ranks are divided into blocks of about 4096 numbers. The step's generator draws one key for each draw, equal on all ranks.
-A block is drawn by a generator with the seed ``key + number of the block``, so its numbers depend neither on the rank nor on the number of
-ranks. A rank draws the blocks that contain its rows, and keeps the numbers of its rows.
+The rows of all ranks are divided into blocks of about 4096 numbers (a million on an accelerator). The step's generator draws one key for
+each draw, equal on all ranks. A block is drawn by a generator with the seed ``key + number of the block``, so its numbers depend neither on
+the rank nor on the number of ranks. A rank draws the blocks that contain its rows, and keeps the numbers of its rows.
 
 A block has the rows first and is contiguous, and its size follows from the size of a row, so the memory order of a tensor does not matter.
 """
@@ -21,7 +21,8 @@ from lightning_ddp_losses.randomness.shared_states import generators_put_back
 from lightning_ddp_losses.randomness.twin_table import map_call
 from lightning_ddp_losses.randomness.whole_draws import draw_of, operator_name, shape_drawn, with_size
 
-_NUMBERS = 4096  # of a block, if a row has less. Seeding a generator takes as long as 200 to 500 numbers
+_NUMBERS = 4096  # of a block on the CPU, where seeding a generator takes as long as 200 to 500 numbers
+_NUMBERS_ON_DEVICE = 1 << 20  # where each block is a launch
 _FIRST = RowPlace(0)
 
 
@@ -49,7 +50,8 @@ def draw_own_blocks(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         like = torch.empty(shape, device=kwargs.get("device"))
     by_row = {id(tensor): _by_row(tensor.expand(like.shape), place, rows) for tensor in given}
     width = max(1, like.numel() // rows.local)
-    size = max(1, _NUMBERS // width)
+    numbers = _NUMBERS if like.device.type == "cpu" else _NUMBERS_ON_DEVICE
+    size = max(1, numbers // width)
     results, buffers = [], []
     if name.endswith("_"):
         results, buffers = [given[0]], [by_row[id(given[0])]]
@@ -114,6 +116,7 @@ def _seed_(seed: int, device: torch.device) -> None:
 
 def _blocks(rows: Rows, size: int) -> Iterator[tuple[int, slice, Rows]]:
     """Yield the number of each block with rows of this rank, the positions of these rows in the rank, and in the block."""
+    assert rows.order is None
     end = rows.start + rows.local
     for number in range(rows.start // size, -(-end // size)):
         first, last = max(rows.start, number * size), min(end, (number + 1) * size)

@@ -129,6 +129,10 @@ class RandomStep:
         """Return a context whose operators are not part of the step."""
         return self._draws.paused()
 
+    def refuse(self, what: str, got: str, fix: str) -> None:
+        """Record a refusal, which all ranks raise at the end of the step."""
+        self._draws.refuse(what, got, fix)
+
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Draw numbers that are equal for all rows."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.random_state import seed_generators_, write_random_states_
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.randomness.shared_states import device_of_draws, own_states
+from lightning_ddp_losses.randomness.shared_states import device_of_draws, digest_of, own_states
 from lightning_ddp_losses.randomness.step import PlannedRows, RandomStep, active_step
 
 Places = Iterable[tuple[Tensor, int | None]]
@@ -39,6 +39,11 @@ class TrainingSteps:
         self._by_row = by_row
         self._step: RandomStep | None = None  # until its backward
         self._are_in = False
+        self._before_hooks = b""
+
+    def begin_hooks(self) -> None:
+        """Remember the states of all generators before the hooks that the user runs between loading a batch and its training step."""
+        self._before_hooks = digest_of(own_states())
 
     def seed_(self, seed: int) -> None:
         """Seed the generators of the steps."""
@@ -64,6 +69,8 @@ class TrainingSteps:
             return
         if planned is not None:
             self.seed_(planned.seed)
+        before, self._before_hooks = self._before_hooks, b""
+        has_drawn = before not in (b"", digest_of(own_states()))
         with self._generators():
             self._end()  # ends a previous step without backward
             is_whole = planned is None or planned.is_whole
@@ -71,6 +78,12 @@ class TrainingSteps:
                 yield
                 return
             self._step = RandomStep(batch, planned=planned, takes_blocks=self._takes_blocks, by_row=self._by_row)
+            if has_drawn:
+                self._step.refuse(
+                    "torch's, numpy's or Python's generator between a batch and its training_step",
+                    "numbers that a hook has drawn outside of the step, such as an augmentation in on_after_batch_transfer",
+                    "Draw in training_step, in the data set, or from a generator of your own.",
+                )
             for tensor, dim in places:
                 self._step.mark(tensor, dim)
             with self._step.active():

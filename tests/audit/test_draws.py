@@ -99,6 +99,7 @@ AUDITS: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
     "the strategy's own": (partial(Drawing, "checkpoint"), {"strategy": STEP_STRATEGY}),
     "accumulated": (m.Dropout, {"randomness": "global", "trainer_kwargs": {"accumulate_grad_batches": 2}}),
     "accumulated by the strategy": (m.Noise, {"strategy": STEP_STRATEGY, "trainer_kwargs": {"accumulate_grad_batches": 2}}),
+    "half precision": (m.Dropout, {"randomness": "global", "trainer_kwargs": {"precision": "bf16-true"}}),
     "manual optimisation": (lambda: noisy(partial(m.Manual, right=True)), {"randomness": "global"}),
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import (
     ConfigurationError,
@@ -242,6 +243,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "sorted rows": (lambda x: F.dropout(x[x[:, 0].argsort()], 0.5), "rows that are not certain"),
     "row by row": (lambda x: [F.dropout(row, 0.5) for row in x], "rows that are not certain"),
     "pieces of the rows": (lambda x: microbatched(torch.nn.Dropout(0.5), 2)(x), "rows that are not certain"),
+    "pieces of checkpointed rows": (lambda x: checkpointed_pieces(x, False), "rows that are not certain"),
+    "pieces of rows, re-entrant": (lambda x: checkpointed_pieces(x, True), "rows that are not certain"),
     "a product": (lambda x: torch.rand(x.shape[0] * 2), "rows that are not certain"),
     "the number of rows twice": (lambda x: torch.rand(x.shape[0], x.shape[0]), "rows that are not certain"),
     "the number of rows twice, once by len": (lambda x: torch.rand(x.shape[0], len(x)), "rows that are not certain"),
@@ -315,6 +318,16 @@ def in_a_folder_of_another_name(x: Tensor) -> Tensor:
     return result
 
 
+def checkpointed_pieces(x: Tensor, use_reentrant: bool) -> None:
+    """Pieces that backward computes again, with a layer inside that is computed again, too."""
+
+    class Again(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(F.dropout, x, use_reentrant=use_reentrant)
+
+    microbatched(Again(), 2)(x.clone().requires_grad_()).sum().backward()
+
+
 def mixed_up(x: Tensor) -> Tensor:
     with shared_draws():
         order = torch.randperm(x.shape[1])[: len(x)] % len(x)
@@ -353,6 +366,18 @@ def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) ->
     random.setstate(before[2])
     assert text in str(caught.value)
     assert "test_block.py:" in str(caught.value) or "the end of the step" in str(caught.value) or "branch" in case
+
+
+@each_rank(1)
+def test_one_process_that_draws_by_row_refuses_the_same() -> None:
+    for draw, _ in REFUSED.values():
+        x = torch.ones(3, 4)
+        before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+        with pytest.raises(ConfigurationError), global_randomness(rows=x, randomness="by_row"):
+            draw(x)
+        torch.set_rng_state(before[0])
+        numpy.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 @each_rank(2)

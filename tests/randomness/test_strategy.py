@@ -78,7 +78,7 @@ class Module(LightningModule):
         sampler = GlobalBatchSampler.batches(SequentialSampler(range(ROWS)), G, seed=0)
         return DataLoader(TensorDataset(batches([ROWS])[0]), batch_sampler=sampler)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         torch.rand(1 + dist.get_rank() + dist.get_world_size())
         numpy.random.rand(2 + dist.get_rank())
 
@@ -208,9 +208,53 @@ class Alone(Module):
         return loss_of(self.net, batch[0])
 
 
+class MonteCarloValidation(Module):
+    """Draws in validation too, with as many numbers as this rank has rows."""
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(batches([7])[0]), batch_size=2)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.net.train()
+        self.log("spread", torch.stack([self.net(batch[0]) for _ in range(3)]).std(0).mean(), sync_dist=True)
+        random.random()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@each_rank()
+def test_draws_of_validation_change_no_training_step(world_size: int) -> None:
+    expected = by_hand("vit block")
+    module = MonteCarloValidation("vit block")
+    torch.manual_seed(SEED)
+    trainer = make_trainer(
+        DDPLossStrategy(randomness="global"), max_epochs=EPOCHS, limit_val_batches=2, val_check_interval=1
+    )
+    trainer.fit(module)
+    assert float(trainer.callback_metrics["spread"]) > 0
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+class Augmented(Module):
+    def on_after_batch_transfer(self, batch: list[Tensor], index: int) -> list[Tensor]:
+        return [batch[0] + 0.1 * torch.randn_like(batch[0])]
+
+
+class DrawnOnRankOne(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if dist.get_rank() == 1:
+            random.random()
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(Shuffling, "something else than pick rows"), (Unseen, "numpy's"), (Alone, r"rand of shape \(\)")],
+    [
+        (Augmented, "a hook has drawn"),
+        (DrawnOnRankOne, "a hook has drawn"),
+        (Shuffling, "something else than pick rows"),
+        (Unseen, "numpy's"),
+        (Alone, r"rand of shape \(\)"),
+    ],
 )
 def test_what_cannot_be_so_is_one_error_on_all_ranks(pool: RankPool, kind: type[Module], text: str) -> None:
     pool.run(2, _refused, kind, text)

@@ -6,6 +6,7 @@ same numbers.
 
 | where | what |
 |---|---|
+| ``before_batch_transfer`` | from here to ``training_step`` a hook of the user must not draw |
 | ``training_step`` | the numbers of rows are exchanged, and draws with rows are those of all ranks |
 | backward | layers run again under activation checkpointing; then the ranks compare their draws |
 | manual optimisation | both inside of ``training_step`` |
@@ -53,6 +54,10 @@ class StepRandomness(FitPart):
         if not self._steps.states:
             (seed,) = _SEED.unpack(payloads[0])
             self._steps.seed_(seed)
+
+    def before_batch_transfer(self) -> None:
+        """Watch the generators until the training step, so that draws in other hooks are an error on all ranks."""
+        self._steps.begin_hooks()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take the batch, whose tensors have rows."""
