@@ -394,7 +394,7 @@ def inner_product(left: Tensor, right: Tensor) -> Tensor:
     """Return the sum (1,) of the products of entries of two contiguous matrices. Neither is overwritten."""
     if torch.compiler.is_compiling() or left.numel() > _MOST_OF_DOT:
         return (left * right).sum().view(1)
-    return torch.dot(left.view(-1), right.view(-1)).view(1)
+    return torch.dot(left.reshape(-1), right.reshape(-1)).view(1)
 
 
 def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, term_count: int) -> GradTerms:

@@ -148,7 +148,9 @@ def clip_terms(
     terms = _terms(products, term_count)
     sums = Arguments()
     if own_logits is not None:
-        sums = _of_rows(products, "logit_sums") | {"own_logits": own_logits}
+        sums = _of_rows(products, "logit_sums")
+        if are_logits:
+            sums["own_logits"] = own_logits
     of_products = {} if are_logits else _of_towers(factors)
     of_softmaxes = {"row_lse": row_lse, "column_lse": column_lse, "own": factors.own, "values": own, "OWN": "put"}
     of_grad = {"grad_of_rows": factors.of_rows, "grad_of_columns": factors.of_columns}
