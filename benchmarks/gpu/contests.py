@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.gpu import peers
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.kernels import choice
 from lightning_ddp_losses.losses.kernels.choice import TileKernels
@@ -26,6 +27,9 @@ from lightning_ddp_losses.losses.tiled import evaluator
 
 __all__ = ["ArcFace", "Clip", "Contest", "SigLip", "TwoOfEachClass"]
 
+# what the name of a way begins with
+_OURS = ("ours, ", "ours, compiled, ", "ours, kernels, ")
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 _BLOCK_ENTRIES = 1 << 27  # of a matrix in float64: 1 GiB
 _TEMPERATURE = 0.1  # SupCon's and NTXent's
 _MARGIN, _SCALE = math.radians(28.6), 64.0  # ArcFace's
@@ -70,6 +74,16 @@ def _run_by(loss: nn.Module, attribute: str, compiler: TileCompiler, way: Callab
         return way()
 
 
+def _by_default(loss: nn.Module, attribute: str, way: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """Return the way in which a user who sets no option gets the loss: kernels from the size where they are expected to pay."""
+    return {"ours, by default": partial(_run_by, loss, attribute, TileKernels(), way)}
+
+
+def _with_margin(cosines: Tensor) -> Tensor:
+    """Apply ArcFace's margin."""
+    return torch.cos(torch.acos(cosines) + _MARGIN)
+
+
 class Contest(ABC):
     """One loss at one size.
 
@@ -100,21 +114,31 @@ class _Towers(Contest):
         self.images, self.texts = images.bfloat16().requires_grad_(), texts.bfloat16().requires_grad_()
         self.loss: Any = loss.to(device)
         self.leaves = {"images": self.images, "texts": self.texts, "scale": self.loss.logit_scale}
-        ways = {"": lambda: self._ours("float32"), ", products='auto'": lambda: self._ours("auto")}
-        self.ours = {f"ours{name}": way for name, way in ways.items()}
+        ways = {
+            "": lambda: self._ours("float32"),
+            ", products='auto'": lambda: self._ours("auto"),
+            ", products='bf16x2'": lambda: self._ours("bf16x2"),
+        }
+        self.ours = _by_default(self.loss, "_compiler", lambda: self._ours("auto"))
+        self.ours |= {f"ours{name}": way for name, way in ways.items()}
         for compiled in (_compiled, _with_kernels):
             self.ours |= compiled(device, self.loss, "_compiler", ways)
-        self.plain = {
+        plain = {
             "torch, bf16": lambda: self._plain(torch.bfloat16),
             "torch, float32": lambda: self._plain(torch.float32),
         }
+        self.plain = plain | peers.compiled(device, plain) | self._libraries()
         # a gradient in bf16 is rounded by 2^-9; a matrix in bf16 loses as much in each entry
-        self.tolerance = {"ours": 1e-2, "torch, float32": 1e-2, "torch, bf16": 0.3}
+        self.tolerance = {"ours": 1e-2, "torch, float32": 1e-2, "torch, compiled, float32": 1e-2, "": 0.3}
 
     def _ours(self, products: str) -> Tensor:
         self.loss.products = products
         value: Tensor = self.loss(self.images, self.texts)
         return value
+
+    @abstractmethod
+    def _libraries(self) -> dict[str, Callable[[], Tensor]]:
+        """Return the ways of other libraries."""
 
     def _unit(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return functional.normalize(self.images.to(dtype), dim=1), functional.normalize(self.texts.to(dtype), dim=1)
@@ -134,6 +158,9 @@ class Clip(_Towers):
 
     def __init__(self, rows: int, width: int, device: str) -> None:
         super().__init__(ClipLoss(compile_tiles=False), rows, width, device)
+
+    def _libraries(self) -> dict[str, Callable[[], Tensor]]:
+        return {"Inf-CL, bf16": lambda: peers.inf_cl(self.images, self.texts, self.loss.logit_scale)}
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         images, texts = self._unit(dtype)
@@ -163,6 +190,10 @@ class SigLip(_Towers):
 
     def __init__(self, rows: int, width: int, device: str) -> None:
         super().__init__(SigLipLoss(compile_tiles=False), rows, width, device)
+
+    def _libraries(self) -> dict[str, Callable[[], Tensor]]:
+        numbers = self.loss.logit_scale, self.loss.logit_bias
+        return {"siglip-kernel, bf16": lambda: peers.siglip_kernel(self.images, self.texts, *numbers)}
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         images, texts = self._unit(dtype)
@@ -195,26 +226,35 @@ class TwoOfEachClass(Contest):
         loss = GlobalBatchLoss(made, mode="rows", compile_tiles=False).to(device)
         self.leaves = {"embeddings": self.embeddings}
         self.loss: Any = loss
+        ways = {"": lambda: self._ours("float32")}
+        for form in ("bf16", "bf16x3", "bf16x6"):
+            ways[f", products='{form}'"] = partial(self._ours, form)
         self.ours = {
-            "ours": lambda: self._ours("float32"),
+            **_by_default(loss, "_tile_compiler", lambda: self._ours("auto")),
+            **{f"ours{name}": way for name, way in ways.items()},
             "ours, masks of all columns": lambda: self._with_pairs(masked=True),
             "ours, masks of a band": lambda: self._with_pairs(masked=False),
-            **_compiled(device, loss, "_tile_compiler", {"": lambda: self._ours("float32")}),
-            **self._by_kernels(device),
+            **_compiled(device, loss, "_tile_compiler", ways),
+            **self._by_kernels(device, ways),
         }
-        self.plain = {"torch, float32": self._plain}
-        self.tolerance = {"ours": 1e-4, "torch": 1e-4}
+        plain = {
+            "torch, bf16": lambda: self._plain(torch.bfloat16),
+            "torch, float32": lambda: self._plain(torch.float32),
+        }
+        self.plain = plain | peers.compiled(device, plain)
+        # rows of float32 are rounded to bf16
+        self.tolerance = {f"{who}products='bf16'": 0.1 for who in _OURS} | {"ours": 1e-4, "torch": 1e-4}
 
     def _ours(self, products: str) -> Tensor:
         self.loss.products = products
         value: Tensor = self.loss(self.embeddings, self.labels)
         return value
 
-    def _by_kernels(self, device: str) -> dict[str, Callable[[], Tensor]]:
+    def _by_kernels(self, device: str, ways: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
         """Return how SupCon is computed by kernels. NTXent has none."""
         if not isinstance(self.loss.loss, pml.SupConLoss):
             return {}
-        return _with_kernels(device, self.loss, "_tile_compiler", {"": lambda: self._ours("float32")})
+        return _with_kernels(device, self.loss, "_tile_compiler", ways)
 
     def _with_pairs(self, *, masked: bool) -> Tensor:
         """Compute with masks of all columns or of a band, whatever the size of the matrix, which chooses (``evaluator.MASKED_BYTES``)."""
@@ -222,8 +262,8 @@ class TwoOfEachClass(Contest):
         with mock.patch.object(evaluator, "MASKED_BYTES", most):
             return self._ours("float32")
 
-    def _plain(self) -> Tensor:
-        unit = functional.normalize(self.embeddings, dim=1)
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        unit = functional.normalize(self.embeddings.to(dtype), dim=1)
         logits = unit @ unit.t() / _TEMPERATURE
         logits.fill_diagonal_(-torch.inf)
         positive = torch.arange(len(unit), device=unit.device) ^ 1
@@ -258,32 +298,46 @@ class ArcFace(Contest):
         self.embeddings = torch.randn(rows, width, device=device).requires_grad_()
         self.labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
         self.leaves = {"embeddings": self.embeddings, "weight": self.loss.weight}
-        ways = {"": lambda: self._ours("float32"), ", products='bf16'": lambda: self._ours("bf16")}
-        self.ours = {f"ours{name}": way for name, way in ways.items()}
+        ways = {"": lambda: self._ours("float32")}
+        for form in ("bf16", "bf16x3", "bf16x6"):
+            ways[f", products='{form}'"] = partial(self._ours, form)
+        self.ours = _by_default(self.loss, "_compiler", lambda: self._ours("float32"))
+        self.ours |= {f"ours{name}": way for name, way in ways.items()}
         for compiled in (_compiled, _with_kernels):
             self.ours |= compiled(device, self.loss, "_compiler", ways)
-        self.plain = {"torch, float32": self._plain}
-        # bf16 rounds a float32 weight by 2^-9, which a scale of 64 makes larger
-        self.tolerance = {
-            "ours, products='bf16'": 0.3,
-            "ours, compiled, products='bf16'": 0.3,
-            "ours, kernels, products='bf16'": 0.3,
-            "ours": 1e-4,
-            "torch": 1e-4,
+        plain = {
+            "torch, bf16": lambda: self._plain(torch.bfloat16),
+            "torch, float32": lambda: self._plain(torch.float32),
         }
+        self.plain = plain | peers.compiled(device, plain)
+        for name, way in (
+            ("torch, linear_cross_entropy", peers.arcface_by_linear_cross_entropy),
+            ("torch, chunks of classes", peers.arcface_in_chunks),
+        ):
+            for dtype in (torch.bfloat16, torch.float32):
+                self.plain[f"{name}, {_NAMES[dtype]}"] = partial(self._by_peer, way, dtype)
+        # bf16 rounds a float32 weight by 2^-9, and bf16x3 by 2^-17, which a scale of 64 makes larger
+        self.tolerance = {f"{who}products='bf16'": 0.3 for who in _OURS}
+        self.tolerance |= {f"{who}products='bf16x3'": 3e-3 for who in _OURS} | {"ours": 1e-4, "torch": 1e-4}
 
     def _ours(self, products: str) -> Tensor:
         self.loss.products = products
         value: Tensor = self.loss(self.embeddings, self.labels)
         return value
 
-    def _plain(self) -> Tensor:
-        unit = functional.normalize(self.embeddings, dim=1)
-        weight = functional.normalize(self.loss.weight, dim=0)
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        unit = functional.normalize(self.embeddings.to(dtype), dim=1)
+        weight = functional.normalize(self.loss.weight.to(dtype), dim=0)
         cosine = unit @ weight
         own = self.labels.unsqueeze(1)
-        target = torch.cos(torch.acos(cosine.gather(1, own)) + _MARGIN)
-        return functional.cross_entropy(cosine.scatter(1, own, target) * _SCALE, self.labels)
+        return functional.cross_entropy(
+            cosine.scatter(1, own, _with_margin(cosine.gather(1, own))) * _SCALE, self.labels
+        )
+
+    def _by_peer(self, way: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        unit = functional.normalize(self.embeddings.to(dtype), dim=1)
+        weight = functional.normalize(self.loss.weight.to(dtype), dim=0).t()
+        return way(unit, weight, self.labels, _with_margin, _SCALE)
 
     def truth(self) -> dict[str, Tensor]:
         """Compute the gradients in float64, a block of classes at a time; the weight's is kept in float32."""

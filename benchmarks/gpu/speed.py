@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.contests import ArcFace, Clip, Contest, SigLip, TwoOfEachClass
+from benchmarks.gpu.peers import NotInstalledError
 from benchmarks.memory import MIB
 from benchmarks.records import Row
 from tests.pretended.devices import Device
@@ -75,6 +76,8 @@ def _contest_rows(device: Device, contest: Contest, elsewhere: str | None) -> It
     for who, way in ways.items():
         try:
             found[who] = _compared(contest, who, way, truth)
+        except NotInstalledError as error:
+            found[who] = {"who": who, "off_from_float64": f"not run: {error}", "limit": None, "verdict": "not run"}
         except torch.OutOfMemoryError as error:
             found[who] = _unfit(device, who, error, of_ours=who in contest.ours)
         except Exception as error:

@@ -27,6 +27,7 @@ from lightning_ddp_losses.losses.products import (
     LogSumExp,
     ProductChoice,
     RunningLogSumExp,
+    inner_product,
     max_and_sum_exp,
     part_of,
 )
@@ -142,7 +143,7 @@ class ClipLoss(TwoTowerLoss):
             run(clip_stats, products, factors, products.shape[1], keeps)
             if call.trained:
                 of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
-                options = call.term_count, keeps, call.sums_logits(True)
+                options = call.term_count, keeps, of_rows if call.sums_logits(True) else None
                 run(clip_terms, products, factors, of_rows, of_columns, of_rows, *options)
 
 
@@ -174,11 +175,11 @@ def clip_terms(
     own: Tensor,
     term_count: int,
     are_logits: bool,
-    sums_logits: bool,
+    own_logits: Tensor | None,
 ) -> tuple[Tensor | None, GradTerms]:
     """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus the softmax of the columns.
 
-    The first result are the sums (T,) of the logits times their gradient without own pairs, if ``sums_logits``.
+    The first result is the sum (1,) of the logits times their gradient, or None.
 
     Args:
         products: (T, C). Overwritten.
@@ -187,8 +188,8 @@ def clip_terms(
         column_lse: (C,), log-sum-exp of the texts' columns, infinite for other columns. None if there are no texts.
         own: (T,), the gradient at own pairs.
         term_count: Same as for ``Factors.terms``.
-        are_logits: True if ``products`` already contains logits.
-        sums_logits: True if the sums of logits times their gradient are required.
+        are_logits: True if ``products`` already contains logits, except for own pairs.
+        own_logits: (T,), logits of own pairs. None if the sum of logits is not required.
     """
     logits = products
     if not are_logits:
@@ -197,14 +198,15 @@ def clip_terms(
         logits = products.clone()
     grad = (logits - row_lse.unsqueeze(1)).exp_()
     if column_lse is not None:
-        differences = logits - column_lse if sums_logits else logits.sub_(column_lse)
+        differences = logits.sub_(column_lse) if own_logits is None else logits - column_lse
         grad.add_(differences.exp_())
         del differences
-    sums = None
-    if sums_logits:
-        # the logits of own pairs may be overwritten
-        sums = factors.put_own_(logits, 0.0).mul_(grad).sum(1)
-    return sums, factors.terms(factors.put_own_(grad, own), term_count)
+    grad, logit_sum = factors.put_own_(grad, own), None
+    if own_logits is not None:
+        if are_logits:
+            logits = factors.put_own_(logits, own_logits)
+        logit_sum = inner_product(logits, grad)
+    return logit_sum, factors.terms(grad, term_count)
 
 
 class _Clip(torch.autograd.Function):
@@ -254,10 +256,10 @@ class _Clip(torch.autograd.Function):
             sums[0] -= call.images.spread(smoothing * mean_column)
 
         sums_logits = call.sums_logits(ctx.needs_input_grad[5])
-        logit_sums, stored = TileResults(call.tile_rows() if sums_logits else 0, scale), 0
+        logit_sums, tiles = TileResults(call.tile_count() if sums_logits else 0, scale), 0
 
         def visit(block: ColumnBlock) -> Tensor | None:
-            nonlocal stored
+            nonlocal tiles
             column_sums, column_lse = call.column_sums(block), None
             if block.column_stats is not None:
                 column_lse, negatives = block.column_stats, len(block.columns.rows) - block.text_count
@@ -268,11 +270,12 @@ class _Clip(torch.autograd.Function):
                 if column_lse is not None and tile.text_count:
                     texts_lse = part_of(column_lse, tile.columns)
                 of_rows = part_of(row_lse, tile.rows), texts_lse, part_of(d_own_pairs, tile.rows)
-                options = call.term_count, kept is not None, sums_logits
+                own_logits = part_of(paired_logits[own_texts], tile.rows) if sums_logits else None
+                options = call.term_count, kept is not None, own_logits
                 of_logits, terms = call.run(clip_terms, products, tile.factors, *of_rows, *options)
                 if sums_logits:
-                    logit_sums.store_(of_logits, stored)
-                    stored += len(of_logits)
+                    logit_sums.store_(of_logits, tiles)
+                    tiles += 1
                 # back to both towers
                 tile.add_grads_(terms, sums[0], column_sums)
                 del terms  # otherwise it would still be in memory together with the next tile
@@ -290,10 +293,10 @@ class _Clip(torch.autograd.Function):
         factor = for_mean_over_ranks(grad / (2 * call.total), call.group)
         d_images, d_texts, d_scale = call.gradients(sums, factor * scale, images, texts)
         if sums_logits:
-            of_own_pairs = (d_own_pairs * paired_logits[own_texts]).sum()
+            logit_sum = logit_sums.joined().sum()
             if smoothing:
-                of_own_pairs -= smoothing * scale * (call.images.total() @ mean_column)
-            d_scale = grad_of_scale(d_scale, logit_sums, scale, of_own_pairs)
+                logit_sum -= smoothing * scale * (call.images.total() @ mean_column)
+            d_scale = grad_of_scale(d_scale, logit_sum, scale)
         return None, None, d_images, d_texts, None, d_scale * factor
 
 

@@ -56,6 +56,7 @@ SMALLEST_LENGTH = 1e-12  # as in torch.nn.functional.normalize
 
 DEVICE_BYTES = 256 << 20
 TOWER_BYTES = 64 << 20
+_MOST_OF_DOT = 2**31 - 1  # entries that torch.dot accepts
 _MOST_PIECES = 16  # of a running log-sum-exp: a merge is seven operators
 _PIECE_BYTES = 16 << 20  # of rows whose gradient is computed at a time
 
@@ -389,9 +390,14 @@ def add_factors_(
     return products.mul_(of_columns) if plus is None else torch.addcmul(plus, products, of_columns, out=products)
 
 
-def split(
-    grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, term_count: int, spare: Tensor | None = None
-) -> GradTerms:
+def inner_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum (1,) of the products of entries of two contiguous matrices. Neither is overwritten."""
+    if torch.compiler.is_compiling() or left.numel() > _MOST_OF_DOT:
+        return (left * right).sum().view(1)
+    return torch.dot(left.reshape(-1), right.reshape(-1)).view(1)
+
+
+def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, term_count: int) -> GradTerms:
     """Return a gradient times factors of its rows and columns (``add_factors_``) in the form for a product with rows.
 
     Args:
@@ -399,7 +405,6 @@ def split(
         of_rows: (n,), or None for 1.
         of_columns: (m,), or None for 1.
         term_count: Number of bf16 numbers whose sum it is, the second one negated (``grad_terms_of``). 0: it stays float32.
-        spare: (n, m), contiguous float32 memory for the first number. None if it is allocated.
     """
     if term_count == 0:
         return (add_factors_(grad, of_rows, of_columns),)
@@ -415,11 +420,7 @@ def split(
     grad = add_factors_(grad, of_rows, None)
     of_columns = grad.new_ones(1) if of_columns is None else of_columns
     # with the factors of the columns: a pass less than a product of its own
-    terms = []
-    if spare is not None:
-        terms.append(spare.view(torch.bfloat16)[:, : grad.shape[1]])
-    while len(terms) < term_count:
-        terms.append(torch.empty_like(grad, dtype=torch.bfloat16))
+    terms = [torch.empty_like(grad, dtype=torch.bfloat16) for _ in range(term_count)]
     torch.mul(grad, of_columns, out=terms[0])
     if term_count == 2:
         torch.addcmul(terms[0], grad, of_columns, value=-1, out=terms[1])

@@ -19,7 +19,7 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.kernels.choice import CompileTiles
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.plans.towers import TowerRows
-from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
+from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, inner_product
 from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall, grad_of_scale
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
@@ -130,7 +130,7 @@ def siglip_tile(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, GradTerms | None]:
     """Return the sums (T,) of the losses in a tile's rows and, if ``with_grads``, the sums of their gradient and the gradient itself.
 
-    The third result are the sums (T,) of the logits with their bias times the gradient, if ``sums_logits``.
+    The third result is the sum (1,) of the logits with their bias times the gradient, if ``sums_logits``.
 
     Args:
         products: (T, C). Overwritten.
@@ -138,7 +138,7 @@ def siglip_tile(
         bias: Bias of the logits, 0-dim.
         with_grads: True if the gradient is required. It depends only on the tile.
         term_count: Same as for ``Factors.terms``.
-        sums_logits: True if the sums of logits times their gradient are required.
+        sums_logits: True if the sum of logits times their gradient is required.
     """
     # -logsigmoid(t z) = softplus(-t z), where t is 1 at own pairs and -1 elsewhere
     opposed_logits = factors.negate_own_(factors.logits(products, bias))
@@ -146,15 +146,14 @@ def siglip_tile(
     if not with_grads:
         return losses, None, None, None
     # derivative by the logits: -t sigmoid(-t z)
-    sums = spare = None
+    logit_sum = None
     if sums_logits:
         grad = opposed_logits.sigmoid()
-        spare = opposed_logits.mul_(grad)
-        sums = spare.sum(1)  # two signs cancel
+        logit_sum = inner_product(opposed_logits, grad)  # two signs cancel
     else:
         grad = opposed_logits.sigmoid_()
     grad = factors.negate_own_(grad)
-    return losses, grad.sum(1), sums, factors.terms(grad, term_count, spare)
+    return losses, grad.sum(1), logit_sum, factors.terms(grad, term_count)
 
 
 class _SigLip(torch.autograd.Function):
@@ -166,7 +165,7 @@ class _SigLip(torch.autograd.Function):
         ctx.save_for_backward(images, texts, scale, bias)
         # 1. this rank's share
         sums_logits = call.sums_logits(ctx.needs_input_grad[3])
-        total, ctx.sums, ctx.d_bias, ctx.logit_sums = _visit_tiles(
+        total, ctx.sums, ctx.d_bias, ctx.logit_sum = _visit_tiles(
             call, scale, bias, with_grads=call.trained, sums_logits=sums_logits
         )
         ctx.are_exchanged = call.exchanges_in_forward
@@ -192,33 +191,36 @@ class _SigLip(torch.autograd.Function):
         d_images, d_texts, d_scale = call.gradients(
             ctx.sums, factor * scale, images, texts, are_exchanged=ctx.are_exchanged
         )
-        if ctx.logit_sums is not None:
-            d_scale = grad_of_scale(d_scale, ctx.logit_sums, scale, -bias * ctx.d_bias)
+        if ctx.logit_sum is not None:
+            without_bias = torch.addcmul(ctx.logit_sum, bias, ctx.d_bias, value=-1)
+            d_scale = grad_of_scale(d_scale, without_bias, scale)
         return None, d_images, d_texts, d_scale * factor, ctx.d_bias * factor
 
 
 def _visit_tiles(
     call: TowerCall, scale: Tensor, bias: Tensor, *, with_grads: bool, sums_logits: bool
-) -> tuple[Tensor, list[Tensor | None], Tensor, TileResults | None]:
+) -> tuple[Tensor, list[Tensor | None], Tensor, Tensor | None]:
     """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias.
 
-    The last result are the sums of logits times their gradient, if ``sums_logits``.
+    The last result is the sum of the logits times their gradient, 0-dim, if ``sums_logits``.
     """
     # sums of the rows of each tile
     size, stored = call.tile_rows(), 0
     losses, d_biases = TileResults(size, scale), TileResults(size if with_grads else 0, scale)
-    logit_sums = TileResults(size, scale) if with_grads and sums_logits else None
+    sums_logits = sums_logits and with_grads
+    logit_sums, tiles = TileResults(call.tile_count() if sums_logits else 0, scale), 0
     image_sums = call.zero_sums(call.images) if with_grads else None
 
     def visit(block: ColumnBlock) -> Tensor | None:
-        nonlocal stored
+        nonlocal stored, tiles
         column_sums = call.column_sums(block) if with_grads else None
         for tile, products in call.tiles(block, scale):
             options = with_grads, call.term_count, sums_logits
             found, d_bias, logits, terms = call.run(siglip_tile, products, tile.factors, bias, *options)
             losses.store_(found, stored)
-            if logit_sums is not None:
-                logit_sums.store_(logits, stored)
+            if sums_logits:
+                logit_sums.store_(logits, tiles)
+                tiles += 1
             if image_sums is not None:
                 d_biases.store_(d_bias, stored)
                 tile.add_grads_(terms, image_sums, column_sums)
@@ -228,4 +230,5 @@ def _visit_tiles(
 
     counts = call.column_counts if with_grads and call.columns_trained else None
     sums = [image_sums, call.collect(visit, counts=counts)]
-    return losses.joined().sum(), sums if with_grads else [], d_biases.joined().sum(), logit_sums
+    logit_sum = logit_sums.joined().sum() if sums_logits else None
+    return losses.joined().sum(), sums if with_grads else [], d_biases.joined().sum(), logit_sum

@@ -49,7 +49,6 @@ from lightning_ddp_losses.losses.products import (
     split,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tile_results import TileResults
 
 # ---------------------------------------------------------------------- products in tiles
 
@@ -77,9 +76,9 @@ class Factors(NamedTuple):
             of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
         return add_factors_(products, of_rows, self.of_columns, plus)
 
-    def terms(self, grad: Tensor, term_count: int, spare: Tensor | None = None) -> GradTerms:
+    def terms(self, grad: Tensor, term_count: int) -> GradTerms:
         """Return the gradient of logits in the form for a product with rows (``products.split``), not multiplied by the scale."""
-        return split(grad, self.of_rows, self.of_columns, term_count, spare)
+        return split(grad, self.of_rows, self.of_columns, term_count)
 
     def negate_own_(self, matrix: Tensor) -> Tensor:
         """Negate the entries of own pairs."""
@@ -304,12 +303,20 @@ class TowerCall:
 
     def tile_rows(self) -> int:
         """Return the total number of rows of all tiles of the call. A row counts once for each of its tiles."""
+        return self.images.rows.shape[0] * self._tiles_of_a_row()
+
+    def tile_count(self) -> int:
+        """Return the number of tiles of the call."""
         rows = self.images.rows.shape[0]
-        _, tile_width = tile_shape(rows, self.tile_entries)
+        height, _ = tile_shape(rows, self.tile_entries)
+        return math.ceil(rows / height) * self._tiles_of_a_row()
+
+    def _tiles_of_a_row(self) -> int:
+        _, tile_width = tile_shape(self.images.rows.shape[0], self.tile_entries)
         widths = [self.columns.rows.shape[0]] if self.ring is None else [*self.column_counts]
         if self.queue is not None:
             widths.append(self.queue.rows.shape[0])
-        return rows * sum(math.ceil(width / tile_width) for width in widths)
+        return sum(math.ceil(width / tile_width) for width in widths)
 
     def _own(self, shift: int | None, rows: slice, columns: slice) -> int | Tensor:
         """Return ``Factors.own`` of a tile, where ``shift`` is the column of the first image's own text in the block."""
@@ -477,17 +484,15 @@ class TowerCall:
         return torch.cat([message, gap, as_bytes(column_stats)]), message_sizes
 
 
-def grad_of_scale(along: Tensor, logit_sums: TileResults, scale: Tensor, plus: Tensor | float = 0.0) -> Tensor:
-    """Return the gradient of the scale from sums over the logits.
+def grad_of_scale(along: Tensor, logit_sum: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of the scale.
 
     Args:
         along: The gradient from sums of rows (``TowerCall.gradients``), which is used if the scale is 0.
-        logit_sums: Sums of logits times their gradients.
+        logit_sum: Sum of the logits times their gradient, 0-dim.
         scale: 0-dim.
-        plus: Added to the sums.
     """
-    summed = logit_sums.joined().sum() + plus
-    return torch.where(scale == 0, along, summed / scale)
+    return torch.where(scale == 0, along, logit_sum / scale)
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:

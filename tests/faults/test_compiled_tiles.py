@@ -135,7 +135,7 @@ def siglip(term_count: int) -> list[tuple[Callable[..., Any], Any]]:
 
 def clip(term_count: int, *, keeps: bool = False) -> list[tuple[Callable[..., Any], Any]]:
     lse = _numbers() + 9
-    terms = _factors(), lse, _numbers() + 9, lse, term_count, keeps, term_count == 1
+    terms = _factors(), lse, _numbers() + 9, lse, term_count, keeps, lse if term_count == 1 else None
     return [(clip_stats, (_factors(), SIZE, keeps)), (clip_terms, terms)]
 
 

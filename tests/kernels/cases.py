@@ -57,7 +57,7 @@ def clip(rows: int, columns: int) -> Iterator[partial[Any]]:
         (2, 3, False, False),
     ):
         given = factors(rows, columns, own=own)
-        options = term_count, are_logits, sums_logits
+        options = term_count, are_logits, numbers(rows, 5) if sums_logits else None
         yield partial(clip_terms, None, given, row_lse, column_lse if own else None, of_own, *options)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.losses.tiled.evaluator import TiledCall
 from lightning_ddp_losses.losses.tiled.tile_functions import log_sum_exps
 from tests.oracle import assert_close, graded
 
@@ -60,6 +63,42 @@ def test_half_of_the_matrix_is_the_whole(loss: str, labels: str) -> None:
     assert wrapped.evaluation == "tiled, symmetric"
     expected = graded(LOSSES[loss]().double()(truth, given), rows=truth)
     assert_close(graded(wrapped(leaf, given), rows=leaf), expected)
+
+
+NEAR: dict[str, Callable[[], nn.Module]] = {
+    "SupCon": pml.SupConLoss,
+    "NTXent": pml.NTXentLoss,
+    "NTXent, cold": lambda: pml.NTXentLoss(temperature=0.005),
+    "MultiSimilarity": pml.MultiSimilarityLoss,
+    "Contrastive": pml.ContrastiveLoss,
+}
+
+
+@pytest.mark.parametrize("kind", ["random", "cone", "nearly equal"])
+@pytest.mark.parametrize("loss", NEAR)
+def test_halves_are_as_exact_in_float32(loss: str, kind: str) -> None:
+    """As tiles of the whole matrix: gradients are as far from those in float64."""
+    count = 560
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(count, 32, generator=generator)
+    common = torch.randn(32, generator=generator)
+    if kind == "cone":
+        given = given + 6 * common
+    elif kind == "nearly equal":
+        given = common + 1e-2 * given
+    labels = torch.arange(count) % (count // 4)
+
+    def gradient(dtype: torch.dtype, *, halves: bool) -> Tensor:
+        leaf = given.to(dtype).clone().requires_grad_()
+        wrapped = GlobalBatchLoss(NEAR[loss]().to(dtype), mode="rows")
+        with contextlib.nullcontext() if halves else mock.patch.object(TiledCall, "_takes_halves", return_value=False):
+            wrapped(leaf, labels).backward()
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+    truth = gradient(torch.float64, halves=False)
+    off = [float((gradient(torch.float32, halves=halves) - truth).norm() / truth.norm()) for halves in (False, True)]
+    assert off[1] < 1.5 * off[0], off
 
 
 class Multiplied(TorchDispatchMode):

@@ -44,7 +44,7 @@ _NUMBERS = [
     ),
     *("row_losses", "row_grads", "row_maxima", "row_sums", "column_maxima", "column_sums", "positive_sums"),
     *("positive_counts", "row_shares", "column_shares", "row_lse", "column_lse", "grad_of_rows", "grad_of_columns"),
-    "logit_sums",
+    *("logit_sums", "own_logits"),
 ]
 
 
@@ -225,7 +225,7 @@ def softmax_terms_kernel(
     of_rows=None, of_columns=None, scale=None, plus=None,
     own=0, own_columns=None, has_own=None, values=None, row_labels=None, column_labels=None,
     row_shares=None, column_shares=None, row_lse=None, column_lse=None,
-    grad_of_rows=None, grad_of_columns=None, logit_sums=None, high=None, low=None, lowest=None,
+    grad_of_rows=None, grad_of_columns=None, logit_sums=None, own_logits=None, high=None, low=None, lowest=None,
     OWN: tl.constexpr = "none", SIGN: tl.constexpr = 1, TERMS: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 64, BLOCK_COLUMNS: tl.constexpr = 128,
 ):
@@ -233,7 +233,7 @@ def softmax_terms_kernel(
 
     ``row_lse``, ``column_lse``: log-sum-exps of rows and columns, times ``SIGN``. ``OWN``: with ``"put"``, own entries of the gradient are
     ``values``. With ``"zero"``, they are 0. With ``"subtract"``, 1 is subtracted. If there are labels, ``row_shares + column_shares`` is
-    subtracted from the positives. ``logit_sums`` do not count own entries.
+    subtracted from the positives. ``logit_sums`` count ``own_logits`` (T,) for own entries, where they are given.
     """
     _, column_block, row, column, row_inside, column_inside = _places(rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     at = row[:, None] * row_stride + column[None, :] * column_stride
@@ -249,15 +249,17 @@ def softmax_terms_kernel(
             shares = shares + _numbers(column_shares, column, column_inside)[None, :]
         positives = _are_positives(row_labels, column_labels, row, column, row_inside, column_inside)
         grad = tl.where(positives, grad - shares, grad)
-    if logit_sums is not None:
-        counted = tl.where(inside & (is_own == 0), logits * grad, 0.0)
-        tl.store(logit_sums + column_block * rows + row, tl.sum(counted, 1), mask=row_inside)
     if OWN == "put":
         grad = tl.where(is_own, _numbers(values, row, row_inside)[:, None], grad)
     elif OWN == "zero":
         grad = tl.where(is_own, 0.0, grad)
     elif OWN == "subtract":
         grad = tl.where(is_own, grad - 1.0, grad)
+    if logit_sums is not None:
+        if own_logits is not None:
+            logits = tl.where(is_own, _numbers(own_logits, row, row_inside)[:, None], logits)
+        counted = tl.where(inside, logits * grad, 0.0)
+        tl.store(logit_sums + column_block * rows + row, tl.sum(counted, 1), mask=row_inside)
     if grad_of_rows is not None:
         grad = grad * _numbers(grad_of_rows, row, row_inside)[:, None]
     if grad_of_columns is not None:

@@ -113,8 +113,8 @@ def siglip_tile(
     losses = sums["row_losses"].sum(0)
     if not with_grads:
         return losses, None, None, None
-    logit_sums = sums["logit_sums"].sum(0) if sums_logits else None
-    return losses, sums["row_grads"].sum(0), logit_sums, _written(products, terms)
+    logit_sum = sums["logit_sums"].sum().view(1) if sums_logits else None
+    return losses, sums["row_grads"].sum(0), logit_sum, _written(products, terms)
 
 
 def clip_stats(
@@ -142,16 +142,21 @@ def clip_terms(
     own: Tensor,
     term_count: int,
     are_logits: bool,
-    sums_logits: bool,
+    own_logits: Tensor | None,
 ) -> tuple[Tensor | None, GradTerms]:
     """Launch ``clip.clip_terms``."""
     terms = _terms(products, term_count)
-    sums = _of_rows(products, "logit_sums") if sums_logits else {}
+    sums = Arguments()
+    if own_logits is not None:
+        sums = _of_rows(products, "logit_sums")
+        if are_logits:
+            sums["own_logits"] = own_logits
     of_products = {} if are_logits else _of_towers(factors)
     of_softmaxes = {"row_lse": row_lse, "column_lse": column_lse, "own": factors.own, "values": own, "OWN": "put"}
     of_grad = {"grad_of_rows": factors.of_rows, "grad_of_columns": factors.of_columns}
     _launch(element_kernels.softmax_terms_kernel, products, of_products, of_softmaxes, of_grad, sums, terms)
-    return sums["logit_sums"].sum(0) if sums_logits else None, _written(products, terms)
+    logit_sum = None if own_logits is None else sums["logit_sums"].sum().view(1)
+    return logit_sum, _written(products, terms)
 
 
 # ---------------------------------------------------------------------- classes
