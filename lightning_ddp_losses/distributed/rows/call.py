@@ -110,6 +110,21 @@ class Meeting(NamedTuple):
         return "\n".join([self.what, *(f"{name}={value}" for name, value in self.compared.items())])
 
 
+class PlainTensors:
+    """Plain tensors that were combined with rows, until ranks compare them.
+
+    Attributes:
+        by_id: Those since the last exchange.
+        on_host: Earlier ones on the CPU, and their fingerprints. Their exchanges did not have a handshake.
+        on_device: All of the call that are on an accelerator, and their fingerprints.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Tensor] = {}
+        self.on_host: list[tuple[Tensor, bytes]] = []
+        self.on_device: list[tuple[Tensor, Tensor]] = []
+
+
 class UnsentSums:
     """The pending values of one call.
 
@@ -153,9 +168,7 @@ class RowsCall:
         self.has_grad_mode = torch.is_grad_enabled()
         self.waiting = UnsentSums()
         self._operations: list[str] = []
-        self._plain: dict[int, Tensor] = {}
-        self._uncompared: list[tuple[Tensor, bytes]] = []  # plain tensors, and their fingerprints
-        self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
+        self._plain = PlainTensors()
         self._watched: list[Watched] = []
         self._arguments: list[tuple[str, Tensor, int]] = []
         self._watched_rows: set[tuple[int, int]] = set()
@@ -168,9 +181,9 @@ class RowsCall:
 
     def note_plain(self, tensor: Tensor) -> None:
         """Record a plain tensor that is combined with rows. The next exchange compares it, or the end of the call on an accelerator."""
-        self._plain[id(tensor)] = tensor
+        self._plain.by_id[id(tensor)] = tensor
         if not _is_on_host(tensor) and not self.is_over:
-            self._on_device.append((tensor, _fingerprint(tensor)))
+            self._plain.on_device.append((tensor, _fingerprint(tensor)))
 
     def watch(self, tensor: Tensor, operator: str) -> None:
         """Raise an error at the end of the call if this plain tensor has been written to."""
@@ -214,7 +227,7 @@ class RowsCall:
 
     def meeting(self, what: str, line: str, must_match: dict[str, object]) -> Meeting:
         """Return what ranks compare in the next exchange. It includes the operations and plain tensors since the last one."""
-        plain, self._plain = list(self._plain.values()), {}
+        plain, self._plain.by_id = list(self._plain.by_id.values()), {}
         operations, self._operations = self._operations, []
         compared = {
             "at": line,
@@ -233,7 +246,7 @@ class RowsCall:
         """
         found = self.exchanges.sums(meeting.text, parts)
         if found is not None:
-            self._uncompared += _fingerprints_of(meeting.plain)
+            self._plain.on_host += _fingerprints_of(meeting.plain)
         return found
 
     def meet(self, meeting: Meeting, payload: bytes = b"", parts: Sequence[tuple[Tensor, str]] = ()) -> list[bytes]:
@@ -256,7 +269,7 @@ class RowsCall:
 
     def _handshake(self, meeting: Meeting, payload: bytes) -> list[bytes]:
         """Compare a meeting with all ranks, and return their payloads."""
-        prints, self._uncompared = self._uncompared + _fingerprints_of(meeting.plain), []
+        prints, self._plain.on_host = self._plain.on_host + _fingerprints_of(meeting.plain), []
         own = b"".join(content for _, content in prints)
         compared = meeting.compared
         if self.exchanges.departure:
@@ -287,7 +300,7 @@ class RowsCall:
 
         Communication: one handshake. The host waits for an accelerator.
         """
-        met, self._on_device = self._on_device, []
+        met, self._plain.on_device = self._plain.on_device, []
         prints = b""
         if met:
             prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
