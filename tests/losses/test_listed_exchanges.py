@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_ddp_losses import global_rows
+from lightning_ddp_losses import GlobalBatchLoss, global_rows, ssl
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.rows import listed
 from lightning_ddp_losses.distributed.rows.listed import Listed
@@ -303,3 +303,33 @@ def test_calls_that_always_differ_are_not_listed(pool: RankPool) -> None:
         # the call that leaves its list takes one collective more
         assert found[2] == found[-1] + 1
         assert found[-1] == found[-2]
+
+
+# ---------------------------------------------------------------------- short cuts that exchange less
+
+SHORT_CUTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "mse": (GlobalBatchLoss(nn.MSELoss(), mode="elements"), F.mse_loss),
+    "cross entropy": (GlobalBatchLoss(nn.CrossEntropyLoss(), mode="elements"), F.cross_entropy),
+    "vicreg": (ssl.vicreg, vicreg),
+    "barlow": (ssl.barlow_twins, barlow),
+}
+# collectives of a step, forward and backward: of the short cut, and of the formula over rows of all ranks
+COSTS = {"mse": (1, 2), "cross entropy": (1, 2), "vicreg": (3, 6), "barlow": (3, 6)}
+
+
+def cost(name: str, number: int) -> int:
+    function = SHORT_CUTS[name][number]
+    for _ in range(4):
+        first = torch.randn(6, 128).double().requires_grad_()
+        second = torch.arange(6) if name == "cross entropy" else torch.randn(6, 128).double()
+        with CountCollectives() as counter:
+            value = function(first, second) if number == 0 else global_rows(function, first, second, name=name)
+            value.backward()
+    return len(counter.names)
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_short_cuts_exchange_less(pool: RankPool, name: str) -> None:
+    """Why sums over elements and moments have an evaluation of their own."""
+    found = [pool.run(2, cost, name, number, fresh=True)[0] for number in (0, 1)]
+    assert tuple(found) == COSTS[name]
