@@ -26,6 +26,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -43,6 +44,7 @@ from lightning_ddp_losses.distributed.user_line import callers, package_of, show
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _FINGERPRINT_BYTES = 3 * torch.float64.itemsize
+_MOST_KEPT = 4096
 _FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _OWN_PACKAGES = ("torch", "lightning_ddp_losses")
@@ -424,8 +426,20 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     wide = flat.to(torch.float32 if flat.device.type == "mps" else torch.float64).reshape(-1)
     # an infinite sum would hide any difference
     wide = wide.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)
-    weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device).sin_()
+    weights = _weights(wide.numel(), wide.dtype, wide.device)
     return torch.stack([wide.sum(), wide.dot(weights), wide.abs().sum()])
+
+
+def _weights(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights of a fingerprint. On the CPU, those of few numbers are kept."""
+    if device.type == "cpu" and numbers <= _MOST_KEPT:
+        return _kept_weights(numbers, dtype)
+    return torch.arange(1, numbers + 1, dtype=dtype, device=device).sin_()
+
+
+@functools.lru_cache(maxsize=32)
+def _kept_weights(numbers: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(1, numbers + 1, dtype=dtype).sin_()
 
 
 def _fingerprints_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bytes]]:

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import inputs
 
+_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype})
+
 
 def mapped(function: Callable[[Tensor], Any], nest: Any) -> Any:
     """Return a nest with a function applied to its tensors: lists, dicts, slices, tuples, and torch's named results."""
     if isinstance(nest, Tensor):
         return function(nest)
+    if type(nest) in _NUMBERS:
+        return nest
     if isinstance(nest, (list, tuple)):
         found = [mapped(function, each) for each in nest]
         return type(nest)(*found) if hasattr(nest, "_fields") else type(nest)(found)
