@@ -73,7 +73,8 @@ def _normalized(rows: GlobalRows, statistics: Tensor, plain: dict[str, Tensor | 
     call, local = rows._call, rows._local
     shape = [1, -1] + [1] * (rows._ndim - 2)
     mean, variance = share(call, statistics, "batch_norm")
-    found: Tensor = (local - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
+    # backward of a difference would negate a gradient of the size of the rows
+    found: Tensor = (local + (-mean).view(shape)) * (variance + eps).rsqrt().view(shape)
     weight, bias = plain["weight"], plain["bias"]
     if weight is not None:
         found = found * share(call, weight, "batch_norm").view(shape)

@@ -117,7 +117,8 @@ def moments_of_ranks(rows: GlobalRows, dims: list[int], operator: str) -> Tensor
     local = rows._local
     number = math.prod(local.shape[dim] for dim in dims)
     mean_of_rank = local.sum(dims, keepdim=True) / max(number, 1)
-    squares_of_rank = (local - mean_of_rank).square().sum(dims, keepdim=True)
+    # backward of a difference would negate a gradient of the size of the rows
+    squares_of_rank = (local + (-mean_of_rank)).square().sum(dims, keepdim=True)
     # means are weighted by the root of their number, so that their squares are weighted by the number
     weight = math.sqrt(number)
     weights = torch.full_like(squares_of_rank, weight)
