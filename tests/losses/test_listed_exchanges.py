@@ -333,3 +333,76 @@ def test_short_cuts_exchange_less(pool: RankPool, name: str) -> None:
     """Why sums over elements and moments have an evaluation of their own."""
     found = [pool.run(2, cost, name, number, fresh=True)[0] for number in (0, 1)]
     assert tuple(found) == COSTS[name]
+
+
+# ---------------------------------------------------------------------- random departures
+
+
+def departing(draw: random.Random, rank: int, number_of_ranks: int) -> Callable[[Tensor], Tensor]:
+    """A formula of some exchanges, which one rank may leave out, add, or fail at."""
+    plan = [draw.choice(["mean", "product", "gather", "std", "count", "read"]) for _ in range(draw.randint(1, 4))]
+    kind = draw.choice(["", "", "", "raises", "adds", "leaves out"])
+    place = draw.randrange(len(plan))
+    at = (draw.randrange(number_of_ranks), draw.choice(["mean", "product", "gather", "count", "read"]))
+    if kind and rank == at[0]:
+        if kind == "leaves out":
+            del plan[place]
+        else:
+            plan.insert(place, "raise" if kind == "raises" else at[1])
+
+    def formula(x: Tensor) -> Tensor:
+        value = x.sum() * 0
+        for step in plan:
+            value = value + departing_step(step, x)
+            x = (x - x.mean(0)).tanh() if step == "mean" else x * 1.5
+        return value
+
+    formula.is_equal = not kind  # type: ignore[attr-defined]
+    return formula
+
+
+def departing_step(step: str, x: Tensor) -> Tensor:
+    if step == "raise":
+        raise KeyError("absent")
+    if step == "product":
+        wide = torch.cat([x] * 32, 1)
+        return (x - (wide.T @ wide).mean()).square().mean()
+    if step == "gather":
+        return (x @ x.T).softmax(1).square().sum()
+    if step == "std":
+        return (x / (1 + x.std(0))).sum()
+    if step == "count":
+        return x[x[:, 0] > 0].sum()
+    if step == "read":
+        return x.sum() * (1 + abs(x.mean().item()))
+    return x.mean()
+
+
+def departures(first: int, number: int, delayed: bool) -> list[str]:
+    """Outcomes of so many calls with one name, each with its own formula, repeated."""
+    found = []
+    rank, sizes = dist.get_rank(), (3, 2, 4)
+    for seed in range(first, first + number):
+        draw = random.Random(seed % 7 if seed % 3 else seed)
+        formula = departing(draw, rank, 3)
+        with on_device(delayed):
+            for _ in range(seed % 3 + 1):
+                try:
+                    value = global_rows(formula, rows_of(sizes), name=f"departures {seed % 2}")
+                except Exception as error:
+                    found.append(f"error {type(error).__name__}")
+                    continue
+                is_exact = formula.is_equal and torch.allclose(value.detach(), truth(formula, sizes), rtol=1e-9)
+                found.append("exact" if is_exact else f"WRONG {seed}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delayed", [False, True])
+def test_random_departures(pool: RankPool, delayed: bool) -> None:
+    """Calls are exact, or an error on all ranks, whichever rank leaves the list; none waits for a time-out, and later calls are exact."""
+    by_rank = pool.run(3, departures, 0, 300, delayed, fresh=True, seconds=200)
+    for number, found in enumerate(zip(*by_rank, strict=True)):
+        assert len({each.partition(" ")[0] for each in found}) == 1, f"{number}: {found}"
+        assert not any("WRONG" in each for each in found), f"{number}: {found}"
+    assert sum(each == "exact" for each in by_rank[0]) > 100

@@ -320,7 +320,9 @@ class ExchangeList:
         for number, form in enumerate(listed.forms):
             together.setdefault((form.dtype, form.device), []).append(number)
         found: dict[int, Tensor] = {}
-        for place, ((dtype, device), numbers) in enumerate(together.items()):
+        # if there are sums on an accelerator, the flags are in the first of these
+        in_order = sorted(together.items(), key=lambda item: item[0][1].type == "cpu")
+        for place, ((dtype, device), numbers) in enumerate(in_order):
             # 1. this rank's parts and flags
             pieces = [torch.tensor([stays, has_left], dtype=wide_dtype(dtype), device=device)]
             for number in numbers:
@@ -339,7 +341,7 @@ class ExchangeList:
                 if listed.is_on_host and self._is_left(flags):
                     return None
                 if not listed.is_on_host:
-                    self._unread.append(flags.to(torch.float64).abs() if dtype.is_complex else flags.double())
+                    self._unread.append(flags.abs().float())
             # 3. the sum of each part
             values = torch.split(flat[2:], [piece.numel() for piece in pieces[1:]])
             for number, value in zip(numbers, values, strict=True):
