@@ -169,7 +169,7 @@ class ExchangeList:
         has_reached_all = getattr(error, "collective", False) or isinstance(error, PeerError)
         if has_reached_all or handshake.was_reported_in(self._channel.group, error):
             return
-        with contextlib.suppress(DDPLossError):  # this rank's own error is the one to raise
+        with contextlib.suppress(RuntimeError):  # this rank's own error is the one to raise
             self.leave()
 
     def end(self) -> None:
