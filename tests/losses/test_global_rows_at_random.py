@@ -16,7 +16,9 @@ from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import own
 
-FORMULAS = int(os.environ.get("FORMULAS", "40"))
+FORMULAS = int(os.environ.get("FORMULAS", "1000"))  # of the slow test, in all worlds together
+FEW = 40  # of the other one, in each world
+WORLDS = [(5, 2, 4), (1, 6), (0, 3), (1, 1)]
 LENGTH = 6
 Step = Callable[[list[Tensor], Tensor, random.Random], Tensor]
 
@@ -157,7 +159,8 @@ def outcomes(rows: tuple[int, ...], seeds: range) -> list[str]:
         except Exception as error:
             expected = type(error).__name__
         try:
-            value = global_rows(functools.partial(formula, seed, mine[0]), *mine[1:], name="random")
+            for _ in range(2):  # the second call follows the list of exchanges of the first one
+                value = global_rows(functools.partial(formula, seed, mine[0]), *mine[1:], name=f"random {seed}")
             got = results(value, *mine)
         except Exception as error:
             found.append(f"error {str(error)[:300]}")
@@ -178,12 +181,23 @@ def compared(got: list[Tensor], expected: list[Tensor], truth: list[Tensor]) -> 
     return "exact"
 
 
-@pytest.mark.parametrize("rows", [(5, 2, 4), (1, 6), (0, 3), (1, 1)], ids=str)
-def test_exact_or_an_error(pool: RankPool, rows: tuple[int, ...]) -> None:
-    seeds = range(sum(rows) * 1000, sum(rows) * 1000 + FORMULAS)
-    by_rank = pool.run(len(rows), outcomes, rows, seeds)
+def check(pool: RankPool, rows: tuple[int, ...], first: int, number: int) -> None:
+    """So many formulas are exact, or an error, on all ranks alike."""
+    seeds = range(sum(rows) * 1000 + first, sum(rows) * 1000 + first + number)
+    by_rank = pool.run(len(rows), outcomes, rows, seeds, seconds=60 + number)
     for seed, found in zip(seeds, zip(*by_rank, strict=True), strict=True):
         assert not any("WRONG" in each for each in found), f"{seed}: {found} ({planned(seed)})"
         assert len({each.partition(" ")[0] for each in found}) == 1, f"{seed}: {found}"
     exact = sum(found == "exact" for found in by_rank[0])
-    assert exact > FORMULAS / 3, by_rank[0]
+    assert exact > number / 3, by_rank[0]
+
+
+@pytest.mark.parametrize("rows", WORLDS, ids=str)
+def test_exact_or_an_error(pool: RankPool, rows: tuple[int, ...]) -> None:
+    check(pool, rows, 0, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", WORLDS, ids=str)
+def test_many_are_exact_or_an_error(pool: RankPool, rows: tuple[int, ...]) -> None:
+    check(pool, rows, FEW, FORMULAS // len(WORLDS))

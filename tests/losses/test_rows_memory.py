@@ -84,8 +84,8 @@ BY_HAND: dict[str, list[int]] = {
     # squared error and mean of the first view; its moments and covariance and the second view's mean; moments and covariance of that one
     # backward: the gradients of both means
     "vicreg": [1 + D, 3 * D + D * D + D, 3 * D + D * D, 2 * D],
-    # mean, and moments of each rank, of one view and of the other, and their correlation; backward: the gradients of both
-    "barlow of torch": [D + 3 * D, D + 3 * D, D * D, 4 * D],
+    # moments of each rank, of one view and of the other, and their correlation; backward: the gradients of both
+    "barlow of torch": [3 * D, 3 * D, D * D, 4 * D],
 }
 
 

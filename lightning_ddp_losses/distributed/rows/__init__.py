@@ -4,6 +4,7 @@
 |---|---|
 | ``call`` | `RowsCall`: what ranks compare in each exchange of a call, and copies that must not be written to |
 | ``exchange``, ``maps`` | several sums in one exchange; the six maps from rows to plain tensors and back, with gradients |
+| ``listed`` | the exchanges of earlier calls, whose sums do not need a handshake |
 | ``pending``, ``deferred`` | sums that are exchanged together when a value is needed, and the operators that wait for them |
 | ``nests`` | arguments of operators |
 | ``tensor`` | `GlobalRows`, the table of rules by operator (`RULES`), and what happens to an operator without a rule |

@@ -26,6 +26,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -43,6 +44,7 @@ from lightning_ddp_losses.distributed.user_line import callers, package_of, show
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _FINGERPRINT_BYTES = 3 * torch.float64.itemsize
+_MOST_KEPT = 4096
 _FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CHECKPOINT_MODULE = "torch.utils.checkpoint"
 _OWN_PACKAGES = ("torch", "lightning_ddp_losses")
@@ -110,6 +112,21 @@ class Meeting(NamedTuple):
         return "\n".join([self.what, *(f"{name}={value}" for name, value in self.compared.items())])
 
 
+class PlainTensors:
+    """Plain tensors that were combined with rows, until ranks compare them.
+
+    Attributes:
+        by_id: Those since the last exchange.
+        on_host: Earlier ones on the CPU, and their fingerprints. Their exchanges did not have a handshake.
+        on_device: All of the call that are on an accelerator, and their fingerprints.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Tensor] = {}
+        self.on_host: list[tuple[Tensor, bytes]] = []
+        self.on_device: list[tuple[Tensor, Tensor]] = []
+
+
 class UnsentSums:
     """The pending values of one call.
 
@@ -153,9 +170,7 @@ class RowsCall:
         self.has_grad_mode = torch.is_grad_enabled()
         self.waiting = UnsentSums()
         self._operations: list[str] = []
-        self._plain: dict[int, Tensor] = {}
-        self._uncompared: list[tuple[Tensor, bytes]] = []  # plain tensors, and their fingerprints
-        self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
+        self._plain = PlainTensors()
         self._watched: list[Watched] = []
         self._arguments: list[tuple[str, Tensor, int]] = []
         self._watched_rows: set[tuple[int, int]] = set()
@@ -168,9 +183,9 @@ class RowsCall:
 
     def note_plain(self, tensor: Tensor) -> None:
         """Record a plain tensor that is combined with rows. The next exchange compares it, or the end of the call on an accelerator."""
-        self._plain[id(tensor)] = tensor
+        self._plain.by_id[id(tensor)] = tensor
         if not _is_on_host(tensor) and not self.is_over:
-            self._on_device.append((tensor, _fingerprint(tensor)))
+            self._plain.on_device.append((tensor, _fingerprint(tensor)))
 
     def watch(self, tensor: Tensor, operator: str) -> None:
         """Raise an error at the end of the call if this plain tensor has been written to."""
@@ -214,7 +229,7 @@ class RowsCall:
 
     def meeting(self, what: str, line: str, must_match: dict[str, object]) -> Meeting:
         """Return what ranks compare in the next exchange. It includes the operations and plain tensors since the last one."""
-        plain, self._plain = list(self._plain.values()), {}
+        plain, self._plain.by_id = list(self._plain.by_id.values()), {}
         operations, self._operations = self._operations, []
         compared = {
             "at": line,
@@ -233,7 +248,7 @@ class RowsCall:
         """
         found = self.exchanges.sums(meeting.text, parts)
         if found is not None:
-            self._uncompared += _fingerprints_of(meeting.plain)
+            self._plain.on_host += _fingerprints_of(meeting.plain)
         return found
 
     def meet(self, meeting: Meeting, payload: bytes = b"", parts: Sequence[tuple[Tensor, str]] = ()) -> list[bytes]:
@@ -256,7 +271,7 @@ class RowsCall:
 
     def _handshake(self, meeting: Meeting, payload: bytes) -> list[bytes]:
         """Compare a meeting with all ranks, and return their payloads."""
-        prints, self._uncompared = self._uncompared + _fingerprints_of(meeting.plain), []
+        prints, self._plain.on_host = self._plain.on_host + _fingerprints_of(meeting.plain), []
         own = b"".join(content for _, content in prints)
         compared = meeting.compared
         if self.exchanges.departure:
@@ -287,7 +302,7 @@ class RowsCall:
 
         Communication: one handshake. The host waits for an accelerator.
         """
-        met, self._on_device = self._on_device, []
+        met, self._plain.on_device = self._plain.on_device, []
         prints = b""
         if met:
             prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
@@ -411,8 +426,20 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     wide = flat.to(torch.float32 if flat.device.type == "mps" else torch.float64).reshape(-1)
     # an infinite sum would hide any difference
     wide = wide.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)
-    weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device).sin_()
+    weights = _weights(wide.numel(), wide.dtype, wide.device)
     return torch.stack([wide.sum(), wide.dot(weights), wide.abs().sum()])
+
+
+def _weights(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the weights of a fingerprint. On the CPU, those of few numbers are kept."""
+    if device.type == "cpu" and numbers <= _MOST_KEPT:
+        return _kept_weights(numbers, dtype)
+    return torch.arange(1, numbers + 1, dtype=dtype, device=device).sin_()
+
+
+@functools.lru_cache(maxsize=32)
+def _kept_weights(numbers: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(1, numbers + 1, dtype=dtype).sin_()
 
 
 def _fingerprints_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, bytes]]:

@@ -30,16 +30,6 @@ class Operation(NamedTuple):
     versions: tuple[tuple[Tensor, int], ...]
 
 
-class Numbered(NamedTuple):
-    """An operand that is equal on all ranks.
-
-    Attributes:
-        number: Its number in the call.
-    """
-
-    number: int
-
-
 _DEFERRED_NAMES = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sigmoid logit tanh sin cos
 erf floor ceil round trunc sign relu isnan isinf isfinite logical_not bitwise_not nan_to_num add sub subtract mul multiply div divide
@@ -86,7 +76,7 @@ OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
 
 
 def text_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return an operator with its operands and numbers, or None if an operand is neither numbered nor a number nor a list of these."""
+    """Return an operator with its operands and numbers, or None if an operand is not a pending value, a number or a list of these."""
     # a list of numbers as an index selects by value
     lists: tuple[type, ...] = (tuple,) if func is Tensor.__getitem__ else (tuple, list)
     texts = [_operand_text(value, lists) for value in (*args, *kwargs.values())]
@@ -97,8 +87,10 @@ def text_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
 
 def _operand_text(value: Any, lists: tuple[type, ...]) -> str | None:
     text = None
-    if isinstance(value, Numbered):
-        text = f"#{value.number}"
+    if isinstance(value, Tensor):
+        # pending values have a number, which is equal on all ranks
+        number = getattr(value, "_number", None)
+        text = None if number is None else f"#{number}"
     elif value is None or value is Ellipsis or isinstance(value, (int, float, complex, torch.dtype)):
         text = repr(value)
     elif isinstance(value, slice):

@@ -47,6 +47,7 @@ class OpenedRows:
         kwargs: Keyword arguments, with tensors replaced by rows.
         call: Their call.
         digests: Digests of the lists of exchanges of all ranks.
+        rows_of_ranks: Numbers of rows of all ranks, as bytes.
         extras: The bytes of all ranks.
         own: This rank's tensors among the arguments.
         counts: Rows of each rank, by argument (those in lists and dicts are left out).
@@ -90,6 +91,7 @@ class OpenedRows:
         payloads = handshake.all_gather(title, must_match | forms, payload + digest + extra, group=group)
         self.digests = [sent[len(payload) : len(payload) + len(digest)] for sent in payloads]
         self.extras = [sent[len(payload) + len(digest) :] for sent in payloads]
+        self.rows_of_ranks = b"".join(sent[: len(payload)] for sent in payloads)
         rows = [self._opened(number, tensor, dims[number], payloads) for number, tensor in enumerate(own)]
         for name, tensor, dim in zip(names, own, dims, strict=True):
             if dim is not None and not tensor.is_inference():
@@ -139,7 +141,7 @@ class OpenedRows:
 def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
     """Return the value of a formula, whose operators on rows follow the rules."""
     call = opened.call
-    call.exchanges.begin(opened.digests)
+    call.exchanges.begin(opened.digests, opened.rows_of_ranks)
     try:
         with inside_global_batch():
             value = formula(*opened.args, **opened.kwargs)

@@ -1,9 +1,10 @@
 """The exchanges of a formula's call, which ranks agree on before they begin, so that the sums among them do not need a handshake.
 
-The first call with a signature records its exchanges: what ranks compare in each of them, and the sizes of its sums. The next call compares
-a digest of that list in its opening handshake. If it is equal on all ranks, every rank follows the list. A sum is then one collective of
-the listed size with two more numbers: whether this rank has left the list, in this exchange or an earlier one. A rank whose next exchange
-is another one (or which fails, or returns too early) takes part in the listed one with zeros, so collectives always have equal sizes.
+The first call with a signature and these numbers of rows records its exchanges: what ranks compare in each of them, and the sizes of its
+sums. The next call compares a digest of the lists in its opening handshake. If it is equal on all ranks, every rank follows the list. A sum
+is then one collective of the listed size with two more numbers: whether this rank has left the list, in this exchange or an earlier one. A
+rank whose next exchange is another one (or which fails, or returns too early) takes part in the listed one with zeros, so collectives
+always have equal sizes.
 
 On the CPU all ranks read these two numbers with the sum. If a rank has left, all ranks repeat the exchange with a handshake: it succeeds if
 all of them left for the same exchange (a branch on a global value), and the new list is recorded. Otherwise all ranks raise the error with
@@ -36,9 +37,9 @@ NO_LIST = bytes(_DIGEST_BYTES)
 """Sent as the digest by a rank that does not have a list."""
 
 _FLAG_BYTES = 8  # the two flags in front of gathered parts, which stay aligned
-_MOST_LISTS = 64  # of a group
-# numbers of successive calls that leave a list, after which it is replaced, and after which there is none any more
-_LEFT_UNTIL_REPLACED, _LEFT_UNTIL_GIVEN_UP = 2, 4
+_MOST_SIGNATURES = 64  # of a group
+_MOST_LISTS = 16  # of a signature
+_MOST_LEFT = 4  # number of successive calls that leave their list, after which the signature does not get another one
 
 
 class Form(NamedTuple):
@@ -85,27 +86,35 @@ class Listed(NamedTuple):
         return all(form.device.type == "cpu" for form in self.forms)
 
 
-class _SignaturePlan:
-    """The list of the calls with one signature.
+class _Lists:
+    """The lists of the calls with one signature, by the numbers of rows of all ranks.
 
     Attributes:
-        exchanges: Its exchanges. Empty if there is none.
-        digest: Digest of the list.
-        times_left: Number of successive calls that have left it.
+        by_rows: The lists.
+        digest: Digest of all lists.
+        times_left: Number of successive calls that have left their list.
     """
 
     def __init__(self) -> None:
-        self.exchanges: tuple[Listed, ...] = ()
+        self.by_rows: dict[bytes, tuple[Listed, ...]] = {}
         self.digest = NO_LIST
         self.times_left = 0
+        self._digests: dict[bytes, bytes] = {}
 
-    def replace(self, exchanges: Sequence[Listed]) -> None:
+    def store(self, rows: bytes, exchanges: Sequence[Listed]) -> None:
         """Store the exchanges of a call, unless all of them begin with a handshake, or calls always differ."""
-        self.exchanges, self.digest = (), NO_LIST
-        if self.times_left < _LEFT_UNTIL_GIVEN_UP and any(each.forms for each in exchanges):
-            self.exchanges = tuple(exchanges)
+        self.by_rows.pop(rows, None)
+        self._digests.pop(rows, None)
+        if self.times_left < _MOST_LEFT and any(each.forms for each in exchanges):
+            if len(self.by_rows) == _MOST_LISTS:
+                oldest = next(iter(self.by_rows))
+                del self.by_rows[oldest], self._digests[oldest]
             texts = [f"{each.text}\n{_text_of(each.forms)} {each.is_small}" for each in exchanges]
-            self.digest = hashlib.blake2b("\n\n".join(texts).encode(), digest_size=_DIGEST_BYTES).digest()
+            self.by_rows[rows] = tuple(exchanges)
+            self._digests[rows] = _hash("\n\n".join(texts).encode())
+        self.digest = NO_LIST
+        if self.by_rows:
+            self.digest = _hash(b"".join(rows + digest for rows, digest in self._digests.items()))
 
 
 class ExchangeList:
@@ -116,18 +125,20 @@ class ExchangeList:
         group: Process group. None is the world.
 
     Attributes:
-        digest: Digest of the list that this rank has recorded for this signature. ``NO_LIST`` if there is none.
+        digest: Digest of the lists that this rank has recorded for this signature. ``NO_LIST`` if there are none.
         departure: Where this rank has left the list while other ranks followed it, in words. Empty otherwise.
     """
 
     def __init__(self, signature: str, group: Group) -> None:
         self._group = group
-        plans = process_groups.internal_groups(group).notes.setdefault(ExchangeList, {})
-        if signature not in plans:
-            if len(plans) == _MOST_LISTS:
-                del plans[next(iter(plans))]
-            plans[signature] = _SignaturePlan()
-        self._plan: _SignaturePlan = plans[signature]
+        lists_of_group = process_groups.internal_groups(group).notes.setdefault(ExchangeList, {})
+        if signature not in lists_of_group:
+            if len(lists_of_group) == _MOST_SIGNATURES:
+                del lists_of_group[next(iter(lists_of_group))]
+            lists_of_group[signature] = _Lists()
+        self._lists: _Lists = lists_of_group[signature]
+        self._rows = b""
+        self._expected: tuple[Listed, ...] = ()
         self._channel = handshake.Channel.of(group, "handshakes")
         self._before: Callable[[], None] | None = None
         self._exchanges: list[Listed] = []
@@ -135,26 +146,30 @@ class ExchangeList:
         self._is_followed = False
         self._has_left = False
         self._unread: list[Tensor] = []
-        self.digest = self._plan.digest
+        self.digest = self._lists.digest
         self.departure = ""
 
     # ------------------------------------------------------------------ begin and end of the call
 
-    def begin(self, digests: Sequence[bytes]) -> None:
-        """Follow the list if all ranks have the same one. From now on a handshake of another operation leaves it.
+    def begin(self, digests: Sequence[bytes], rows: bytes) -> None:
+        """Follow the list of earlier calls if all ranks have the same one. From now on a handshake of another operation leaves it.
 
         Args:
             digests: The digests of all ranks.
+            rows: The numbers of rows of all ranks.
         """
-        self._is_followed = self.digest != NO_LIST and len(set(digests)) == 1
-        self._before, self._channel.before_message = self._channel.before_message, self.leave
+        self._rows = rows
+        if self.digest != NO_LIST and len(set(digests)) == 1:
+            self._expected = self._lists.by_rows.get(rows, ())
+        self._is_followed = bool(self._expected)
+        self._before, self._channel.before_message = self._channel.before_message, self._make_way
 
     def fail(self, error: Exception) -> None:
         """Leave the list after an error of this rank, so that the other ranks receive it in their next handshake."""
         has_reached_all = getattr(error, "collective", False) or isinstance(error, PeerError)
         if has_reached_all or handshake.was_reported_in(self._channel.group, error):
             return
-        with contextlib.suppress(DDPLossError):  # this rank's own error is the one to raise
+        with contextlib.suppress(RuntimeError):  # this rank's own error is the one to raise
             self.leave()
 
     def end(self) -> None:
@@ -165,12 +180,10 @@ class ExchangeList:
     def store(self) -> None:
         """Record the exchanges of this call as the list of the next one. Called at the end of a call without an error."""
         if self._is_followed:
-            self._plan.times_left = 0
+            self._lists.times_left = 0
             return
-        self._plan.times_left += self._has_left
-        # one call that differs, such as the last batch of an epoch, does not replace the list
-        if self._plan.times_left % _LEFT_UNTIL_REPLACED == 0:
-            self._plan.replace(self._exchanges)
+        self._lists.times_left += self._has_left
+        self._lists.store(self._rows, self._exchanges)
 
     def stop(self) -> None:
         """Stop following the list after an error that all ranks raise."""
@@ -236,7 +249,7 @@ class ExchangeList:
         if not self._is_followed:
             return
         self._is_followed, self._has_left = False, True
-        remaining = self._plan.exchanges[len(self._exchanges) :]
+        remaining = self._expected[len(self._exchanges) :]
         for number, listed in enumerate(remaining):
             if not listed.forms:
                 return
@@ -251,10 +264,16 @@ class ExchangeList:
                 place = len(self._exchanges) + 1
                 self.departure = f"before exchange {place}, {', '.join(listed.text.splitlines()[:2])}"
 
+    def _make_way(self) -> None:
+        """Leave the list before a handshake, unless the other ranks also begin one: it is of this list, or of another operation."""
+        listed = self._next()
+        if listed is not None and listed.forms:
+            self.leave()
+
     def _next(self) -> Listed | None:
         """Return the next exchange of the list. None if all are complete."""
         done = len(self._exchanges)
-        return self._plan.exchanges[done] if done < len(self._plan.exchanges) else None
+        return self._expected[done] if done < len(self._expected) else None
 
     # ------------------------------------------------------------------ collectives
 
@@ -301,7 +320,9 @@ class ExchangeList:
         for number, form in enumerate(listed.forms):
             together.setdefault((form.dtype, form.device), []).append(number)
         found: dict[int, Tensor] = {}
-        for place, ((dtype, device), numbers) in enumerate(together.items()):
+        # if there are sums on an accelerator, the flags are in the first of these
+        in_order = sorted(together.items(), key=lambda item: item[0][1].type == "cpu")
+        for place, ((dtype, device), numbers) in enumerate(in_order):
             # 1. this rank's parts and flags
             pieces = [torch.tensor([stays, has_left], dtype=wide_dtype(dtype), device=device)]
             for number in numbers:
@@ -320,7 +341,7 @@ class ExchangeList:
                 if listed.is_on_host and self._is_left(flags):
                     return None
                 if not listed.is_on_host:
-                    self._unread.append(flags.to(torch.float64).abs() if dtype.is_complex else flags.double())
+                    self._unread.append(flags.abs().float())
             # 3. the sum of each part
             values = torch.split(flat[2:], [piece.numel() for piece in pieces[1:]])
             for number, value in zip(numbers, values, strict=True):
@@ -345,6 +366,10 @@ class ExchangeList:
             return False
         self._is_followed, self._has_left = False, True
         return True
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _form_of(tensor: Tensor, kind: str) -> Form:

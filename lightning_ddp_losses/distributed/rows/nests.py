@@ -10,11 +10,15 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import inputs
 
+_NUMBERS = frozenset({int, float, bool, str, type(None), torch.dtype})
+
 
 def mapped(function: Callable[[Tensor], Any], nest: Any) -> Any:
-    """Return a nest with a function applied to its tensors: lists, dicts, slices, tuples, and torch's named results."""
+    """Return a nest with a function applied to its tensors: lists, dicts, tuples, and torch's named results."""
     if isinstance(nest, Tensor):
         return function(nest)
+    if type(nest) in _NUMBERS:
+        return nest
     if isinstance(nest, (list, tuple)):
         found = [mapped(function, each) for each in nest]
         return type(nest)(*found) if hasattr(nest, "_fields") else type(nest)(found)
@@ -26,8 +30,19 @@ def mapped(function: Callable[[Tensor], Any], nest: Any) -> Any:
 def tensors_in(nest: Any) -> list[Tensor]:
     """Return the tensors of a nest."""
     found: list[Tensor] = []
-    mapped(found.append, nest)
+    _add_tensors_(found, nest)
     return found
+
+
+def _add_tensors_(found: list[Tensor], nest: Any) -> None:
+    if isinstance(nest, Tensor):
+        found.append(nest)
+    elif isinstance(nest, (list, tuple)):
+        for each in nest:
+            _add_tensors_(found, each)
+    elif isinstance(nest, dict):
+        for each in nest.values():
+            _add_tensors_(found, each)
 
 
 def numbers_in(values: Any) -> str:

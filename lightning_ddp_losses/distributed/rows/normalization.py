@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses.distributed.rows.maps import share
 from lightning_ddp_losses.distributed.rows.pending import plain_of
+from lightning_ddp_losses.distributed.rows.sums import merged_moments, moments_of_ranks
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, rule
 
 _SIGNATURE = inspect.signature(functional.batch_norm)
@@ -52,8 +53,10 @@ def _statistics_of(rows: GlobalRows, plain: dict[str, Tensor | None], momentum: 
     number = math.prod(rows._shape[dim] for dim in dims)
     if number < 2 or not rows._local.dtype.is_floating_point:
         return None
-    # both share an exchange
-    statistics = plain_of(torch.stack([rows.mean(dims), rows.var(dims, unbiased=False)]))
+    # the value is required immediately, so operators on it do not wait
+    moments = plain_of(moments_of_ranks(rows, dims, "batch_norm"))
+    mean, squares = merged_moments(moments, number)
+    statistics = torch.stack([mean.flatten(), squares.flatten() / number])
     with torch.no_grad():
         mean, variance = statistics.detach()
         for running, batch in (
@@ -70,7 +73,8 @@ def _normalized(rows: GlobalRows, statistics: Tensor, plain: dict[str, Tensor | 
     call, local = rows._call, rows._local
     shape = [1, -1] + [1] * (rows._ndim - 2)
     mean, variance = share(call, statistics, "batch_norm")
-    found: Tensor = (local - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
+    # backward of a difference would negate a gradient of the size of the rows
+    found: Tensor = (local + (-mean).view(shape)) * (variance + eps).rsqrt().view(shape)
     weight, bias = plain["weight"], plain["bias"]
     if weight is not None:
         found = found * share(call, weight, "batch_norm").view(shape)

@@ -26,7 +26,6 @@ from lightning_ddp_losses.distributed.rows.deferred import (
     FACTS,
     OUT_OF_PLACE,
     UNCOUNTED,
-    Numbered,
     Operation,
     text_of,
 )
@@ -199,7 +198,7 @@ def _deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pendi
     given = [each for each in tensors_in((args, kwargs)) if type(each) is PendingValue]
     if not _can_wait(func, given):
         return None
-    text = text_of(func, *mapped(_numbered, (args, kwargs)))
+    text = text_of(func, args, kwargs)
     if text is None:
         return None
     # torch computes shapes in Python, which takes longer than everything else in this function
@@ -305,10 +304,6 @@ def _form_of(tensor: Tensor) -> Tensor:
     if not tensor._form.is_meta:
         tensor._form = torch.empty(tensor._form.shape, dtype=tensor._form.dtype, device="meta")
     return tensor._form
-
-
-def _numbered(tensor: Tensor) -> Any:
-    return Numbered(tensor._number) if type(tensor) is PendingValue else tensor
 
 
 # ---------------------------------------------------------------------- the exchange

@@ -96,7 +96,7 @@ def var(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         centred = rows - rows.mean(dims, keepdim=True)
         squares = centred.square().sum(dims, keepdim=given.get("keepdim", False))
     else:
-        squares = _squares_of_ranks(rows, dims, name_of(func))
+        _, squares = merged_moments(moments_of_ranks(rows, dims, name_of(func)), _number(rows, dims))
         squares = squares if given.get("keepdim", False) else squares.squeeze(dims)
     variance = squares / divisor
     return _root(variance) if name_of(func) == "std" else variance
@@ -112,20 +112,25 @@ def _are_moments_small(rows: GlobalRows, dims: list[int]) -> bool:
     return 3 * kept * rows._local.element_size() * rows._call.world_size <= _LARGEST_MOMENTS
 
 
-def _squares_of_ranks(rows: GlobalRows, dims: list[int], operator: str) -> Tensor:
-    """Return the sum of squared distances from the mean, keeping dimensions, from the mean and squares of each rank (Chan et al.)."""
+def moments_of_ranks(rows: GlobalRows, dims: list[int], operator: str) -> Tensor:
+    """Return the mean, sum of squared distances from it and weight of each rank, (W, 3, ...), keeping dimensions. It is pending."""
     local = rows._local
     number = math.prod(local.shape[dim] for dim in dims)
     mean_of_rank = local.sum(dims, keepdim=True) / max(number, 1)
-    squares_of_rank = (local - mean_of_rank).square().sum(dims, keepdim=True)
-    # 1. means are weighted by the root of their number, so that their squares are weighted by the number
+    # backward of a difference would negate a gradient of the size of the rows
+    squares_of_rank = (local + (-mean_of_rank)).square().sum(dims, keepdim=True)
+    # means are weighted by the root of their number, so that their squares are weighted by the number
     weight = math.sqrt(number)
     weights = torch.full_like(squares_of_rank, weight)
-    moments = stack(rows._call, torch.stack([mean_of_rank * weight, squares_of_rank, weights]), operator)
+    return stack(rows._call, torch.stack([mean_of_rank * weight, squares_of_rank, weights]), operator)
+
+
+def merged_moments(moments: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return the mean of all ranks and the sum of squared distances from it (Chan et al.), of so many numbers."""
     means, squares, weights = moments[:, 0], moments[:, 1], moments[:, 2]
-    # 2. squares within the ranks, and squares of the ranks' means
-    mean = (means * weights).sum(0) / _number(rows, dims)
-    return squares.sum(0) + (means - weights * mean).square().sum(0)
+    mean = (means * weights).sum(0) / number
+    # squares within the ranks, and squares of the ranks' means
+    return mean, squares.sum(0) + (means - weights * mean).square().sum(0)
 
 
 def _root(squares: Tensor) -> Tensor:

@@ -67,8 +67,10 @@ def global_rows(
     Communication:
         One handshake before the formula and one after it, for which the host waits for an accelerator. Sums over rows are exchanged
         together when a value is needed (an operand of rows, a number on the host, a branch), in one handshake, or in the one after the
-        formula: it carries few numbers on the CPU, else an all-reduce follows. Dice takes two handshakes in all, VICReg four. Read a sum on
-        all ranks alike: to print one on rank 0 only is an error. A gather of rows for rows against rows, and for an operator without a
+        formula: it carries few numbers on the CPU, else an all-reduce follows. A sum before the end of the formula that the previous call
+        on as many rows has exchanged too does not need a handshake: a gather of few numbers on the CPU, else an all-reduce. Dice takes two
+        handshakes in all. VICReg takes four in its first call, later two, and two exchanges without one. Read a sum on all ranks alike: to
+        print one on rank 0 only is an error. A gather of rows for rows against rows, and for an operator without a
         rule. In backward one sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for sums.
 
     Raises:
