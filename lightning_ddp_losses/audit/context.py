@@ -229,11 +229,18 @@ class AuditContext:
 
     @property
     def _traced(self) -> list[Recording]:
+        """Traced runs of the ranks and of one process. Empty if micro-batches would be compared with whole windows."""
+        if self.runs.joins_windows:
+            return []
         return self.runs.replays(self.off, "same", "joined", trace=self.step, steps=self.step)
+
+    @property
+    def _traced_ranks(self) -> Sequence[RankRecord]:
+        return self._traced[0].records if self._traced else []
 
     def first_traced_difference(self) -> str:
         """Return where activations or gradients differ first, in forward order, as a sentence."""
-        if self.runs.joins_windows:
+        if not self._traced:
             return "(Activations of micro-batches are not compared with those of whole windows.)"
         ranks, one = self._traced
         return compare.first_traced_difference(ranks, one, self._traced_tolerance)
@@ -241,7 +248,7 @@ class AuditContext:
     @property
     def parts_at_local_norm(self) -> bool:
         """Whether activations first differ at a batch norm with the statistics of one rank."""
-        if self.runs.joins_windows:
+        if not self._traced:
             return False
         ranks, one = self._traced
         odd = compare.first_odd_activation(ranks, one, self._traced_tolerance)
@@ -254,23 +261,17 @@ class AuditContext:
     @cached_property
     def cut_lines(self) -> list[list[str]]:
         """Kind and the user's line of each collective that cuts the graph of a rank's loss at the first step that differs."""
-        if self.runs.joins_windows:
-            return []
-        ranks, _ = self._traced
-        return [cut for record in ranks.records for cut in record.cut_lines]
+        return [cut for record in self._traced_ranks for cut in record.cut_lines]
 
     @property
     def counted_targets(self) -> list[tuple[CountedTargets, ...]]:
         """Cross entropies with consecutive targets in the first step that differs, of all ranks."""
-        if self.runs.joins_windows:
-            return []
-        ranks, _ = self._traced
-        return [*zip(*(record.counted_targets for record in ranks.records), strict=False)]
+        return [*zip(*(record.counted_targets for record in self._traced_ranks), strict=False)]
 
     @cached_property
     def terms(self) -> list[str]:
         """The user's lines of the loss's terms, with empty strings for unknown lines. Empty if terms are not tested one by one."""
-        if self.runs.joins_windows or terms_off(self.off):
+        if terms_off(self.off) or not self._traced:
             return []
         ranks, one = self._traced
         lines = ranks.records[0].terms

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.audit.loss_verdicts import FirstCalls
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
-from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_classes, optimized, wrap_function
+from lightning_ddp_losses.audit.recorder import CLIPS, Inside, Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
 from lightning_ddp_losses.core import lightning_compat, metrics_compat
 from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap
@@ -240,9 +240,6 @@ class FitRecorder(Recorder, Callback):
         self._batch = contextlib.ExitStack()  # open while a batch is trained on
         self._rows: Any = None  # the current batch
         self._unwritten_step = 0  # step whose parameters have not been written yet, or 0
-        self._inside_strategy_step = False
-        self._inside_training_step = False
-        self._inside_counted_backward = False
         self._wrapped: dict[str, WrappedParameter] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
         self._first_calls: FirstCalls | None = None
@@ -319,8 +316,7 @@ class FitRecorder(Recorder, Callback):
         """Record gradients before each optimizer step, including steps that bypass Lightning."""
         record = functools.partial(self._record_step, trainer, module)
 
-        def set_inside(inside: bool, *_: Any) -> None:
-            self._inside_strategy_step = inside
+        step_of_strategy = Inside(trainer.strategy, "optimizer_step")
 
         def record_used(*_: Any) -> None:
             if self._stepping:
@@ -329,12 +325,10 @@ class FitRecorder(Recorder, Callback):
 
         def record_unhooked(optimizer: Any, *_: Any) -> None:
             # in manual optimisation, calling step() of the torch optimizer bypasses Lightning's hooks
-            if not module.automatic_optimization and not self._inside_strategy_step:
+            if not module.automatic_optimization and not step_of_strategy.is_running:
                 record(optimizer)
 
         wrap_function(module, "on_before_optimizer_step", after=record)
-        enter, leave = functools.partial(set_inside, True), functools.partial(set_inside, False)
-        wrap_function(trainer.strategy, "optimizer_step", before=enter, after=leave)
         for optimizer in trainer.optimizers:
             optimizer.register_step_pre_hook(record_unhooked)
             # record gradients after clipping. Lightning runs the closure inside the step, so they do not exist before it
@@ -343,37 +337,21 @@ class FitRecorder(Recorder, Callback):
     def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
         """Count backward calls that bypass Lightning's strategy, and record the gradients after the strategy's backward."""
 
-        def count(calls: int) -> None:
+        def count(calls: int, *_: Any) -> None:
             self.record.foreign_backwards += calls
 
         record_reduced = functools.partial(self._record_fingerprints, "reduced", trainer, module)
         wrap_function(trainer.strategy, "backward", before=functools.partial(count, -1), after=record_reduced)
-        original: Callable[..., None] = Tensor.backward
-
-        @functools.wraps(original)
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            is_inside, self._inside_counted_backward = self._inside_counted_backward, True
-            try:
-                if not is_inside:  # a torch mode may call backward recursively
-                    count(1)
-                original(loss, *args, **kwargs)
-            finally:
-                self._inside_counted_backward = is_inside
-
-        Tensor.backward = backward  # type: ignore[method-assign, assignment]
+        self.before_backward(functools.partial(count, 1))
 
     def _hook_clips(self, trainer: Trainer, module: LightningModule) -> None:
         """Record the gradients that ``training_step`` clips. Lightning clips later."""
-
-        def set_inside(inside: bool, *_: Any) -> None:
-            self._inside_training_step = inside
+        training_step = Inside(module, "training_step")
 
         def record() -> None:
-            if self._inside_training_step:
+            if training_step.is_running:
                 self._record_fingerprints("clipped", trainer, module)
 
-        enter, leave = functools.partial(set_inside, True), functools.partial(set_inside, False)
-        wrap_function(module, "training_step", before=enter, after=leave)
         for name in CLIPS:
             wrap_function(nn.utils, name, before=record)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
@@ -29,6 +28,7 @@ from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_c
 from lightning_ddp_losses.audit.replay import Run, Target, count_rows, map_batch_tensors, take_rows
 from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.core.inputs import children_of, leaves, rebuild_nest
+from lightning_ddp_losses.core.precision import as_dtype, cast_module_
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 
@@ -351,7 +351,7 @@ class _Training(Recorder):
             fix="return model, lambda model: torch.optim.SGD(model.parameters(), 0.1)",
         )
         if self.dtype is not None:
-            _cast_(model, self.dtype)
+            cast_module_(model, self.dtype)
         return model, make_optimizer
 
     def _wrapped(self, model: nn.Module) -> Any:
@@ -415,7 +415,7 @@ class _Training(Recorder):
         return map_batch_tensors(rows_first(batch, self.target.join, back=True), self._cast)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self.dtype is None else _as_dtype(tensor, self.dtype)
+        return tensor if self.dtype is None else as_dtype(tensor, self.dtype)
 
     def _make_step(self, step: int, micro_batches: list[Any]) -> None:
         """Make one optimizer step: the user's loop, or a loop around the user's step."""
@@ -531,22 +531,3 @@ def _as_if_wrapped(model: nn.Module) -> nn.Module:
     extras |= dict.fromkeys(switches, lambda *_, **__: None)
     model.__dict__.update({name: extra for name, extra in extras.items() if not hasattr(model, name)})
     return model
-
-
-def _cast_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers, including complex ones, which ``Module.to`` would convert to real."""
-    parts = [*module.parameters(), *module.buffers()]
-    wide = {part: _as_dtype(part.data, dtype) for part in parts if part.is_complex()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Complex modules are a new feature")
-        warnings.filterwarnings("ignore", message="Casting complex values to real")
-        module.to(dtype)
-    for part, data in wide.items():
-        part.data = data
-
-
-def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a floating-point tensor to a dtype, and a complex tensor to parts of this dtype (float32 for narrower dtypes)."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -70,7 +70,6 @@ class Recorder:
         self._trace: CollectiveTrace | None = None  # trace of the batches that are being trained on
         self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the next step, by stage
         self._terms = TermSwitch(terms_off(run.without))
-        self._inside_backward = False
         self._draws = TrainingSteps(takes_blocks=True)
         self._module = nn.Module()  # the one that is trained
 
@@ -90,7 +89,7 @@ class Recorder:
         self._module = module
         self._follow_calls(module)
         if self.run.trace or self._terms.off:
-            self._hook_losses()
+            self.before_backward(self._see_loss)
         load_start_(module, self.run, self.rank)
         if self.run.perturb is not None:
             unit = unit_roundoff(module, precision) * self.run.perturb.share
@@ -262,28 +261,31 @@ class Recorder:
             return digest
         return digest + "".join(map(rank_record.tensor_digest, self._draws.states.values()))
 
-    def _hook_losses(self) -> None:
-        """Record each loss before its backward: its terms and, in a traced step, the lines that cut its graph between ranks."""
+    def before_backward(self, see: Callable[[Tensor], None]) -> None:
+        """Call a function with each loss before its backward. A backward inside another one is not called on a loss."""
         original: Callable[..., None] = Tensor.backward
+        depth = 0
 
         @functools.wraps(original)
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            is_inside, self._inside_backward = self._inside_backward, True
+            nonlocal depth
+            depth += 1
             try:
-                if not is_inside:  # a backward inside another one is not called on a loss
-                    self._see_loss(loss, users_line(inspect.currentframe()))
+                if depth == 1:
+                    see(loss)
                 original(loss, *args, **kwargs)
             finally:
-                self._inside_backward = is_inside
+                depth -= 1
 
         Tensor.backward = backward  # type: ignore[method-assign, assignment]
 
     @beside_the_step()
-    def _see_loss(self, loss: Tensor, call: str) -> None:
+    def _see_loss(self, loss: Tensor) -> None:
+        """Record the terms of a loss and, in a traced step, the lines that cut its graph between ranks."""
         if self._trace is not None:
             self.record.cut_lines += [[cut.kind, cut.line] for cut in self._trace.reaching(loss)]
         if loss.grad_fn is not None:
-            self._terms.see(loss, call)
+            self._terms.see(loss, users_line(inspect.currentframe()))
 
     @beside_the_step()
     def see_gradients(self, stage: str, named: Mapping[str, nn.Parameter]) -> None:
@@ -349,6 +351,29 @@ def wrap_function(
         return result
 
     setattr(owner, name, wrapped)
+
+
+class Inside:
+    """Whether a function of an object, a class or a module is running.
+
+    Args:
+        owner: The object.
+        name: Name of the function.
+
+    Attributes:
+        is_running: True from its start to its end.
+    """
+
+    is_running = False
+
+    def __init__(self, owner: Any, name: str) -> None:
+        wrap_function(owner, name, before=self._start, after=self._end)
+
+    def _start(self) -> None:
+        self.is_running = True
+
+    def _end(self, *_: Any) -> None:
+        self.is_running = False
 
 
 def load_start_(module: nn.Module, run: Run, rank: int) -> None:

@@ -143,7 +143,7 @@ class DDPChecks(CheckCallback, Settings):
         action: Action for a finding: one word for errors and warnings (``"warn"``), or one for each severity. Default
             ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings with the same cause are reported in one warning, with the
             most informative one first. In the other findings, ``follows`` contains its fault. Findings after which ranks would wait
-            for each other are always raised: F32, F35 and F37 before backward, F46 before values are reduced at the end of an epoch.
+            for each other are always raised: F32, F35 and F37 before backward, F46, F51 and F52 before the end of an epoch.
         file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a separate file. Without a logger the
             folder is ``ddp_checks`` in the trainer's ``default_root_dir``.
         summary: Print a table at the end of the fit.

@@ -245,7 +245,7 @@ class _Trial:
             try:
                 self._pristine = _double_(copy.deepcopy(module))
                 floating = precision.cast_floating(copy.deepcopy(batch), torch.float64)
-                self._batch = inputs.map_tensors(_as_double, floating)
+                self._batch = inputs.map_tensors(functools.partial(precision.as_dtype, dtype=torch.float64), floating)
             except Exception:  # the trial is skipped if the module cannot be copied
                 self.is_ready = False
 
@@ -317,29 +317,13 @@ def _can_be_copied(module: LightningModule) -> bool:
     return num_bytes <= MAX_BYTES and not is_compiled
 
 
-def _as_double(tensor: Tensor) -> Tensor:
-    """Convert a floating-point tensor to float64 and a complex tensor to complex128. Return other tensors unchanged."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    if tensor.is_floating_point():
-        return tensor.to(torch.float64)
-    return tensor
-
-
 def _double_(module: ModuleT) -> ModuleT:
-    """Convert a module to float64, including complex parameters and buffers, which ``double()`` skips."""
-    module.double()
+    """Convert a module to float64, including its metrics."""
+    precision.cast_module_(module, torch.float64)
     for inner in module.modules():
-        set_dtype = getattr(inner, "set_dtype", None)  # a metric ignores double()
+        set_dtype = getattr(inner, "set_dtype", None)  # a metric ignores Module.to
         if callable(set_dtype):
             set_dtype(torch.float64)
-        for parameter in inner.parameters(recurse=False):
-            if parameter.is_complex():
-                parameter.data = _as_double(parameter.data)
-        slots = torch_compat.buffer_slots(inner)
-        for name, buffer in slots.items():
-            if buffer is not None and buffer.is_complex():
-                slots[name] = _as_double(buffer)
     return module
 
 

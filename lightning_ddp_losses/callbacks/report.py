@@ -47,6 +47,8 @@ _ALWAYS_RAISED = {
     "F35": _BEFORE_BACKWARD,
     "F37": _BEFORE_BACKWARD,
     "F46": _BEFORE_REDUCTIONS,
+    "F51": _BEFORE_REDUCTIONS,
+    "F52": _BEFORE_REDUCTIONS,
 }
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")

@@ -11,6 +11,7 @@ protects them from a precision plugin that would convert them to half precision 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -153,6 +154,25 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
         return done[id(tensor)]
 
     return inputs.map_tensors(cast, tree)
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a floating-point tensor to a dtype, and a complex tensor to parts of this dtype (float32 for narrower dtypes)."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def cast_module_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and buffers, including complex ones, which ``Module.to`` would convert to real."""
+    parts = [*module.parameters(), *module.buffers()]
+    wide = {part: as_dtype(part.data, dtype) for part in parts if part.is_complex()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Complex modules are a new feature")
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
+        module.to(dtype)
+    for part, data in wide.items():
+        part.data = data
 
 
 _switched_off: list[None] = []  # one entry for each nested block that has disabled autocast

@@ -19,6 +19,7 @@ from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.answers import assert_errors
+from tests.callbacks.data_cases import FewerUpdates, OtherDtype
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
 
@@ -176,6 +177,16 @@ def test_a_finding_before_a_wait_is_raised_with_any_action(
     """The backward, or the exchange of the checks after it, would wait for ever."""
     errors = pool.errors(2, fit, partial(subject, True), strategy, action=action, file=False)
     assert_errors(errors, fault, "of step 1", "rank 1")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize(("subject", "fault"), [(FewerUpdates, "F51"), (OtherDtype, "F52")])
+def test_a_finding_before_a_gather_of_a_metric_is_raised_with_any_action(
+    pool: RankPool, subject: type[Subject], fault: str, strategy: str
+) -> None:
+    """The gathers of the metric would wait for each other, or mix values."""
+    errors = pool.errors(2, fit, partial(subject, True), strategy, action="warn", file=False)
+    assert_errors(errors, f"BufferSyncCheck, {fault}, end of the validation epoch", "collected.values")
 
 
 class AllFail(Subject):  # every rank meets the same error of the user's
