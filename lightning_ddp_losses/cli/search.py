@@ -29,7 +29,7 @@ _LITTLE = """
     a about all am an and are as at be but by can do does for from has have how i if in is it its me my no not of on only or our so that the
     their them there they this to too use using was we what when where which while why will with you your
 """
-# where it happens, and not what happens: left out if other words remain
+# these words name the place of a symptom: left out if other words remain
 _SCENE = """
     again anymore ddp distributed does doesn even gpu gpus it just multi multiple node nodes program run running several single start t than
     then torchrun train trains training two up nothing

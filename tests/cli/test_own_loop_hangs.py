@@ -61,7 +61,8 @@ def save():
 
 def run(tmp_path: Path, code: str) -> tuple[int, str]:
     script = tmp_path / "train.py"
-    script.write_text(code)
+    # without this torch may abort at the end of a process on a busy machine
+    script.write_text(f"{code}\ndist.destroy_process_group()\n")
     done = run_python(*TORCHRUN, str(script), folder=tmp_path, seconds=120)
     return done.returncode, done.stdout + done.stderr
 
