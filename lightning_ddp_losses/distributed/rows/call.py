@@ -16,10 +16,10 @@ of the same six maps:
 Everything after a sum is computed in full on every rank, so every rank has its whole gradient. Sums of the formula are pending until a
 value is required, and share an exchange (``pending``). The same applies to sums of backward (``maps``).
 
-Each exchange begins with a handshake, unless it is a sum that the previous call with the same signature has made too (``listed``). It
-compares the operation, the line of the program, the operations since the last exchange with their
-numbers, and a fingerprint of each plain tensor on the CPU that was combined with rows. Small amounts of data on the CPU are sent in the
-handshake. Fingerprints of tensors on an accelerator are compared at the end of the call, for which the host waits once.
+Each exchange begins with a handshake, unless it is a sum that an earlier call with the same signature has made too (``listed``). The
+handshake compares the operation, the line of the program, the operations since the last exchange with their numbers, and a fingerprint of
+each plain tensor on the CPU that was combined with rows. Small amounts of data on the CPU are sent in the handshake. Fingerprints of
+tensors on an accelerator are compared at the end of the call, for which the host waits once.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
 """
