@@ -216,10 +216,12 @@ class Operand(NamedTuple):
         """Prepare (n, D) rows of the caller. ``normalize`` divides them by their lengths."""
         rows = rows.detach()
         lengths = lengths_of(rows) if normalize else None
-        if rounds_rows(form):
+        if form in _ROUNDED_ROWS:
             return cls(rows.to(torch.bfloat16), lengths)
-        unit = cls(rows if lengths is None else rows / lengths.unsqueeze(1), lengths)
-        return unit.in_form(form)
+        if lengths is not None:
+            rows = rows / lengths.unsqueeze(1)
+        unit = cls(rows, lengths)
+        return unit.in_form(form) if form in _SEQUENCES else unit
 
     def in_form(self, form: ProductForm) -> Operand:
         """Return float32 rows with their parts, if they are multiplied in parts."""
