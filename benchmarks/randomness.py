@@ -61,7 +61,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "encoder layer": lambda width: nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True),
     "LSTM, 2 layers": lambda width: nn.LSTM(width, width, 2, dropout=0.3, batch_first=True),
 }
-SIZES = ((16, 64, 256), (32, 64, 384), (1, 64, 256))  # rows, tokens, width
+SIZES = ((16, 64, 256), (1, 64, 256))  # rows, tokens, width
 
 
 def steps_of(name: str, size: tuple[int, int, int]) -> list[Step]:

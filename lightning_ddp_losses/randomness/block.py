@@ -58,7 +58,8 @@ def global_randomness(
         RankMismatchError: on every rank, at the end of the block, if ranks with rows drew differently.
 
     The cost: each rank draws for all rows, so a draw takes W times as long, and each operator is tracked in Python. A step of an encoder
-    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2.2 times as long on 8. A rank with one row also runs
+    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2 times as long on 8, and with
+    ``randomness="by_row"`` 1.2 times as long on any number of ranks. A rank with one row also runs
     each call of forward for two rows, because one row does not show which dimension contains the rows. Generators that the user creates in
     numpy or Python, branches on ``len(x)``, and loops that draw once per row of the rank are not tracked. Batch norm without
     synchronization is a different layer on W ranks, with or without draws. An encoder that draws is an error in
