@@ -85,7 +85,6 @@ class CheckRunner(Callback):
         module: Module that it trains.
         checkpoint: Checkpoint that is being saved or loaded, at SAVE and LOAD.
         steps: Number of batches of this fit with an optimizer step.
-        batches: Number of batches of this fit.
         epoch_ends: Runs the stages at the end of an epoch, and records where values were logged.
         rows_in_strategy_handshake: True if the rows before backward are sent in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
@@ -99,7 +98,7 @@ class CheckRunner(Callback):
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.steps = self.batches = 0
+        self.steps = 0
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
@@ -212,7 +211,6 @@ class CheckRunner(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass a training batch to the checks. Before the first step, they may run the module on it."""
         self.batch.parameters = None
-        self.batches += 1
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:

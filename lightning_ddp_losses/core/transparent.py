@@ -141,7 +141,9 @@ class TransparentWrapper(nn.Module):
         wrapped = wrapped_module(self)
         if wrapped is None or name[0] == "_" or name in vars(self):
             super().__delattr__(name)
-        elif "parametrizations" in self._modules and (name in self._parameters or name in self._buffers):
+        elif "parametrizations" in self._modules and (
+            name in self._parameters or name in torch_compat.buffer_slots(self)
+        ):
             raise self._parametrization_error()  # torch's first step
         else:
             delattr(wrapped, name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch, match_requires_grad
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -162,9 +162,10 @@ def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
 def _resolve_buffers_(module: nn.Module) -> None:
     """Replace buffers that the formula has set to a pending value by plain tensors."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        slots = torch_compat.buffer_slots(part)
+        for name, buffer in slots.items():
             if type(buffer) is PendingValue:
-                part._buffers[name] = buffer.resolved()
+                slots[name] = buffer.resolved()
 
 
 def _times_ranks(tensor: Tensor, world_size: int) -> Tensor:
