@@ -232,7 +232,7 @@ def _refuse_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
             f"{what}: rows",
             expected="an int or None",
             got=repr(rows),
-            fix="Pass the number of this rank's rows, such as len(tensor).",
+            fix="Pass the number of rows that this rank keeps, or None for equal parts.",
         )
     if error is not None:
         handshake.raise_on_all_ranks(error, what, group=group)

@@ -370,7 +370,7 @@ def _check(title: str, given: Mapping[str, Tensor], features: int | None, parts:
                 f"{title}: {name}",
                 expected="a floating tensor (rows, features)",
                 got=got,
-                fix="Flatten the features of each row: x.flatten(1).",
+                fix="Convert integers by x.float(), and flatten the features of each row by x.flatten(1).",
             )
         if features is not None and tensor.shape[1] != features:
             raise InputError(f"{title}: features of {name}", expected=features, got=tensor.shape[1])

@@ -85,7 +85,7 @@ class RetrievalRows:
             expected=expected,
             got=_described(embeddings),
             error=InputError,
-            fix="Flatten the features of each row: embeddings.flatten(1).",
+            fix="Convert integers by float(), and flatten the features of each row by flatten(1).",
         )
         rows = len(embeddings)
         for name, column in (("labels", labels), ("index", index)):

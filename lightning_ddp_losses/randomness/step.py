@@ -91,7 +91,7 @@ class RandomStep:
                     f"{_TITLE}: rows",
                     expected=f"{len(planned.order)} of them",
                     got=local,
-                    fix="Pass the batch as the loader returned it. Drop rows later, inside the block.",
+                    fix="Keep every row of the batch until training_step.",
                 )
         states = own_states()
         payload = _COUNT.pack(local) + digest_of(states)
