@@ -226,14 +226,13 @@ def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
 def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str, Any]) -> None:
     """Reject labels of the references if the rows do not have labels."""
     is_half_labelled = "labels" not in given and "ref_labels" in given and "ref_emb" in given
-    expect(
-        not is_half_labelled or facts.pairs_views,
-        f"{type(inner).__name__}: labels",
-        expected="labels and ref_labels, or neither (each row its own identity)",
-        got="ref_labels only",
-        error=InputError,
-        fix="Pass the labels of the embeddings as well, or leave ref_labels out.",
-    )
+    if is_half_labelled and not facts.pairs_views:
+        raise InputError(
+            f"{type(inner).__name__}: labels",
+            expected="labels and ref_labels, or neither (each row its own identity)",
+            got="ref_labels only",
+            fix="Pass the labels of the embeddings as well, or leave ref_labels out.",
+        )
 
 
 class CallBatches(NamedTuple):
