@@ -120,7 +120,13 @@ def _refuse_not_finite(logits: Tensor, group: Group) -> None:
     number = int((~logits.isfinite()).sum())
     payloads = handshake.all_gather("sinkhorn: numbers that are not finite", {}, str(number).encode(), group=group)
     ranks = [f"{sent.decode()} numbers that are not finite" for sent in payloads]
-    raise InputError("sinkhorn: logits", expected="finite numbers", ranks=ranks, collective=True)
+    raise InputError(
+        "sinkhorn: logits",
+        expected="finite numbers",
+        ranks=ranks,
+        collective=True,
+        fix="Look for the layer that overflows on these ranks, lower the learning rate, or clip gradients.",
+    )
 
 
 class Center(WithProcessGroup, nn.Module):

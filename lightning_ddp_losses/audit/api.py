@@ -187,7 +187,13 @@ def _validate(model: Any, devices: int, off: frozenset[str], strategy: Any) -> N
     if "uneven" in off:
         expected = "accumulation='mean', whose micro-batches can be divided evenly"
         what, got = "audit(without=('uneven',))", "accumulation='window'"
-        expect(not joins_windows(strategy), what, expected=expected, got=got)
+        expect(
+            not joins_windows(strategy),
+            what,
+            expected=expected,
+            got=got,
+            fix="Leave 'uneven' out of `without`, or pass accumulation='mean' to the strategy.",
+        )
     got, fix = "dataloader_iter, which no other run can replay", "Take (batch, batch_idx)."
     arguments = inspect.signature(model.training_step).parameters
     expect("dataloader_iter" not in arguments, "training_step", expected="a batch", got=got, fix=fix)

@@ -200,7 +200,13 @@ def _strategy_of(target: FitTarget) -> Any:
     expected = (
         "one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'"
     )
-    expect(isinstance(strategy, ParallelStrategy) and not is_split, "strategy", expected=expected, got=name)
+    expect(
+        isinstance(strategy, ParallelStrategy) and not is_split,
+        "strategy",
+        expected=expected,
+        got=name,
+        fix="Audit with 'ddp_losses', or with 'fsdp2_ddp_losses' if the parameters must be divided.",
+    )
     lightning_compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
     return strategy
 

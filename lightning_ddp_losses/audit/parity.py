@@ -136,7 +136,13 @@ def _listed(batches: Any) -> list[Any]:
     """Return global batches as a list."""
     is_list = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, dict))
     expected = "a list of global batches, or a function of (rank, world)"
-    expect(is_list, "parity(batches=...)", expected=expected, got=type(batches).__name__)
+    expect(
+        is_list,
+        "parity(batches=...)",
+        expected=expected,
+        got=type(batches).__name__,
+        fix="Put a single batch in a list: batches=[batch].",
+    )
     return list(batches)
 
 
@@ -178,7 +184,14 @@ def _sizes(rows: int, ranks: int, splits: str | Sequence[int]) -> list[int]:
         sizes = list(splits)
         fits = len(sizes) == ranks and sum(sizes) == rows and min(sizes) >= 0
         expected = f"{ranks} numbers that add up to {rows}"
-        expect(fits, "parity(splits=...)", expected=expected, got=sizes, error=InputError)
+        expect(
+            fits,
+            "parity(splits=...)",
+            expected=expected,
+            got=sizes,
+            error=InputError,
+            fix="Give one number of rows for each rank, or 'even' or 'uneven'.",
+        )
         return sizes
     expect_option("parity(splits=...)", splits, ("even", "uneven"))
     if splits == "even":
@@ -272,7 +285,14 @@ def rows_first(batch: Any, join: Any, *, back: bool = False) -> Any:
             return _Shared(batch)
         fits = isinstance(join, int) and -batch.ndim <= join < batch.ndim
         expected = f"a dimension of a tensor of shape {tuple(batch.shape)}, or None"
-        expect(fits, "parity(join=...)", expected=expected, got=repr(join), error=InputError)
+        expect(
+            fits,
+            "parity(join=...)",
+            expected=expected,
+            got=repr(join),
+            error=InputError,
+            fix="Name the dimension of the rows, or None for a tensor that every rank gets whole.",
+        )
         return batch.movedim(0, join) if back else batch.movedim(join, 0)
     children = children_of(batch)
     if children is None:
@@ -395,7 +415,14 @@ class _Training(Recorder):
             micro_batches = list(islice(batches, size))
             needed = f"{size * self.run.steps} batches ({self.run.steps} steps of {size})"
             enough = len(micro_batches) == size
-            expect(enough, f"batches, on {self._where}", expected=needed, got="fewer", error=InputError)
+            expect(
+                enough,
+                f"batches, on {self._where}",
+                expected=needed,
+                got="fewer",
+                error=InputError,
+                fix="Give more batches, or lower steps or accumulate.",
+            )
             self._make_step(step, [self._given(batch, step) for batch in micro_batches])
         return self.record
 
@@ -448,7 +475,14 @@ class _Training(Recorder):
                 is_loss = loss is not None and loss.requires_grad and loss.numel() == 1
                 got = "something else" if loss is None else f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
                 what, expected = f"step, on {self._where}", 'a scalar tensor with gradient, or a dict with "loss"'
-                expect(is_loss, what, expected=expected, got=got, error=InputError)
+                expect(
+                    is_loss,
+                    what,
+                    expected=expected,
+                    got=got,
+                    error=InputError,
+                    fix="Return the loss before item() or detach(). Average it to one number if it has several.",
+                )
                 assert loss is not None
                 with self.backward_draws():
                     (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]

@@ -548,7 +548,10 @@ def _find_class(module: str, qualname: str) -> type:
         new: list[type[Any]] = [sub for sub in type.__subclasses__(cls) if sub not in seen]
         seen.update(new)
         queue += new
-    raise InputError(f"{module}.{qualname}: the class of something in a batch does not exist in the auditing process")
+    raise InputError(
+        f"{module}.{qualname}: the class of something in a batch does not exist in the auditing process",
+        fix="Define the class at the top level of a module that the auditing process imports.",
+    )
 
 
 def save_batch(batch: Any, path: Path) -> None:

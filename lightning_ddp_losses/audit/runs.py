@@ -104,7 +104,7 @@ def run_processes(work: Callable[[int], Any], logs: Sequence[Path], *, seconds: 
         Result or ``Failure`` of each process.
     """
     expected = "a system whose processes can fork (Linux, macOS)"
-    errors.expect(hasattr(os, "fork"), "audit", expected=expected, got=sys.platform)
+    errors.expect(hasattr(os, "fork"), "audit", expected=expected, got=sys.platform, fix="Use WSL on Windows.")
     errors.expect(
         not torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
         "audit",

@@ -124,7 +124,13 @@ class Finding:
         is_known = self.fault in FAULTS
         is_own = self.fault == "" and self.fix != ""
         expected = 'an id of FAULTS, or "" with a `fix`'
-        expect(is_known or is_own, "Finding.fault", expected=expected, got=repr(self.fault))
+        expect(
+            is_known or is_own,
+            "Finding.fault",
+            expected=expected,
+            got=repr(self.fault),
+            fix="Write what the reader should do in `fix`, or name a known fault.",
+        )
 
     @classmethod
     def of(

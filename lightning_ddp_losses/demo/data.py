@@ -428,7 +428,13 @@ class DigitsDataModule(BatchedArrayDataModule):
         expect(0 <= missing_labels < 1, share, expected="0 or more, below 1", got=missing_labels)
         expect(ignore_index < 0, "ignore_index", expected="below 0, as classes are not", got=ignore_index)
         expected = "none beside missing_labels: an image without a label has no class to be drawn by"
-        expect(not missing_labels or m_per_class is None, "m_per_class", expected=expected, got=m_per_class)
+        expect(
+            not missing_labels or m_per_class is None,
+            "m_per_class",
+            expected=expected,
+            got=m_per_class,
+            fix="Remove one of the two options.",
+        )
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:

@@ -338,7 +338,14 @@ class AccumulationWindow:
         with handshake.raising_on_all_ranks("expect_counts"):
             expected = "before the first loss of the accumulation window"
             got = f"after {len(self.calls)} of them, in micro-batch {self._declared}"
-            expect(not self.calls, "expect_counts", expected=expected, got=got, error=InputError)
+            expect(
+                not self.calls,
+                "expect_counts",
+                expected=expected,
+                got=got,
+                error=InputError,
+                fix="Move the call to the start of the window.",
+            )
             titles, own = self.terms.checked(counts, totals)
         must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())

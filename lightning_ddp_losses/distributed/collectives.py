@@ -228,7 +228,12 @@ def _refuse_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
     if tensor.ndim == 0:
         error = InputError(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
     elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
-        error = InputError(f"{what}: rows", expected="an int or None", got=repr(rows))
+        error = InputError(
+            f"{what}: rows",
+            expected="an int or None",
+            got=repr(rows),
+            fix="Pass the number of rows that this rank keeps, or None for equal parts.",
+        )
     if error is not None:
         handshake.raise_on_all_ranks(error, what, group=group)
 

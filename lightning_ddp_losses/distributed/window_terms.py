@@ -152,7 +152,14 @@ class WindowTerms:
         )
         for name in totals:
             what = f"expect_counts: total of `{name}`"
-            expect(_ALL in by_loss or name in by_loss, what, expected="its count, too", got="none", error=InputError)
+            expect(
+                _ALL in by_loss or name in by_loss,
+                what,
+                expected="its count, too",
+                got="none",
+                error=InputError,
+                fix="Pass a count by its name as well.",
+            )
         return titles, own
 
     def expect_(self, counts: Counts | None, totals: Totals | None, sums: Sequence[Sequence[float]]) -> None:

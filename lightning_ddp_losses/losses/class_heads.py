@@ -294,6 +294,7 @@ def head_of(loss: Any) -> Head:
         f"ClassShardedLoss({type(loss).__name__}): distance",
         expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
         got=type(loss.distance).__name__,
+        fix="Pass `distance=` when you build the loss, or leave it out.",
     )
     return head(loss)
 

@@ -191,6 +191,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             f"{self._title}: products",
             expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
             got=repr(products),
+            fix="Leave `products` out.",
         )
         self.products, self.chunk_size = products, chunk_size
         self._compiler = tile_compiler(self._title, compile_tiles)
@@ -248,7 +249,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             head_of(template)
         except (TypeError, AttributeError) as error:
             shown = getattr(loss_class, "__name__", loss_class)
-            raise ConfigurationError(f"ClassShardedLoss.build({shown}): {error}") from None
+            raise ConfigurationError(
+                f"ClassShardedLoss.build({shown}): {error}", fix="Pass the options of this class by name."
+            ) from None
         template.num_classes = num_classes
         init = getattr(template.weight_init_func, "init_func", template.weight_init_func)
         expect(

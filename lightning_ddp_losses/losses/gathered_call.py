@@ -144,7 +144,12 @@ def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
         if value is None or (isinstance(value, Tensor) and value.ndim == dimensions):
             continue
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{title}: {name}", expected=f"a tensor of shape {shape}", got=got)
+        raise InputError(
+            f"{title}: {name}",
+            expected=f"a tensor of shape {shape}",
+            got=got,
+            fix="Reshape it: one row of features, or one class number, for each sample.",
+        )
 
 
 # ---------------------------------------------------------------------- two views without labels
@@ -211,6 +216,7 @@ def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
         expected="embeddings and ref_emb, (n, D) each: row i of one belongs to row i of the other",
         got=", ".join(f"{name} {shape or type(given[name]).__name__}" for name, shape in shapes.items()),
         error=InputError,
+        fix="Pass both views of the same samples in the same order.",
     )
 
 
@@ -220,13 +226,13 @@ def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
 def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str, Any]) -> None:
     """Reject labels of the references if the rows do not have labels."""
     is_half_labelled = "labels" not in given and "ref_labels" in given and "ref_emb" in given
-    expect(
-        not is_half_labelled or facts.pairs_views,
-        f"{type(inner).__name__}: labels",
-        expected="labels and ref_labels, or neither (each row its own identity)",
-        got="ref_labels only",
-        error=InputError,
-    )
+    if is_half_labelled and not facts.pairs_views:
+        raise InputError(
+            f"{type(inner).__name__}: labels",
+            expected="labels and ref_labels, or neither (each row its own identity)",
+            got="ref_labels only",
+            fix="Pass the labels of the embeddings as well, or leave ref_labels out.",
+        )
 
 
 class CallBatches(NamedTuple):
@@ -483,6 +489,7 @@ class PMLCall:
                     expected=f"one per row of {of}",
                     ranks=[f"{count} for {rows} rows" for count, rows in by_rank],
                     collective=True,
+                    fix="Select both by the same rows of the batch.",
                 )
 
     def _add_identities_(self, arguments: dict[str, Any]) -> None:

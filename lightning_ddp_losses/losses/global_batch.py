@@ -516,6 +516,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
                 got="0 rows on all ranks",
                 error=InputError,
                 collective=True,
+                fix="Skip the loss on every rank for a batch without rows.",
             )
             self.queue_position.check(call.rows_to_remember(), self._title)
         return self._replicated(rules, loss, call)
@@ -651,7 +652,13 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     def __init__(self, miner: nn.Module, *, name: str | None = None, group: Group = None) -> None:
         super().__init__()
         is_miner = isinstance(miner, BaseMiner)
-        expect(is_miner, "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner))
+        expect(
+            is_miner,
+            "GlobalBatchMiner: miner",
+            expected="a miner of pytorch-metric-learning",
+            got=repr(miner),
+            fix="Pass an object, such as MultiSimilarityMiner(). Wrap losses in GlobalBatchLoss.",
+        )
         self.miner = miner
         self.set_group(group, self._title, name)
         self._seeds = SeedCounter()

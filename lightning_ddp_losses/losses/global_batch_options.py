@@ -50,6 +50,7 @@ def refuse_options(
         f"{title}: products",
         expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
         got=repr(products),
+        fix="Leave `products` out.",
     )
 
 

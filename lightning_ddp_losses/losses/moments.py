@@ -344,7 +344,13 @@ def meet(
     counts, needs_grad = zip(*map(_ROWS.unpack, payloads), strict=True)
     if sum(counts) < at_least:  # all ranks have the same counts, so all raise
         expected = f"{at_least} or more on all ranks together"
-        raise InputError(f"{title}: rows", expected=expected, ranks=counts, collective=True)
+        raise InputError(
+            f"{title}: rows",
+            expected=expected,
+            ranks=counts,
+            collective=True,
+            fix="Raise the batch size, or skip the loss on every rank for such a batch.",
+        )
     return [match_requires_grad(tensor.to(dtype), any(needs_grad)) for tensor in tensors], list(counts)
 
 
@@ -360,11 +366,26 @@ def _check(title: str, given: Mapping[str, Tensor], features: int | None, parts:
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
             got = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else repr(tensor)
-            raise InputError(f"{title}: {name}", expected="a floating tensor (rows, features)", got=got)
+            raise InputError(
+                f"{title}: {name}",
+                expected="a floating tensor (rows, features)",
+                got=got,
+                fix="Convert integers by x.float(), and flatten the features of each row by x.flatten(1).",
+            )
         if features is not None and tensor.shape[1] != features:
             raise InputError(f"{title}: features of {name}", expected=features, got=tensor.shape[1])
         if len(tensor) % parts:
-            raise InputError(f"{title}: {name}", expected=f"a multiple of {parts} rows", got=len(tensor))
+            raise InputError(
+                f"{title}: {name}",
+                expected=f"a multiple of {parts} rows",
+                got=len(tensor),
+                fix="Concatenate all views of every row: torch.cat(views).",
+            )
     if len({(tensor.shape, tensor.device) for tensor in given.values()}) > 1:
         got = ", ".join(f"{name} {tuple(tensor.shape)} on {tensor.device}" for name, tensor in given.items())
-        raise InputError(title, expected="views of one shape on one device", got=got)
+        raise InputError(
+            title,
+            expected="views of one shape on one device",
+            got=got,
+            fix="Pass the views of the same rows, on the same device.",
+        )

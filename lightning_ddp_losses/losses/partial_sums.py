@@ -706,12 +706,22 @@ def _checked_counts(title: str, total: Any, count: Any) -> list[float]:
             raise InputError(f"{title}: count", expected="no gradient", got="a tensor with a graph", fix=fix)
         if count.ndim and count.numel() != total.numel():
             expected = f"as many as means, {total.numel()}"
-            raise InputError(f"{title}: count", expected=expected, got=f"{tuple(count.shape)}")
+            raise InputError(
+                f"{title}: count",
+                expected=expected,
+                got=f"{tuple(count.shape)}",
+                fix="Pass a count for each mean, or one number for all of them.",
+            )
         counts = count.expand(total.numel()).tolist() if count.ndim == 0 else count.reshape(-1).tolist()
     else:
         counts = [count] * total.numel()
     if not all(math.isfinite(n) and n >= 0 for n in counts):
-        raise InputError(f"{title}: count", expected="finite, 0 or more", got=counts)
+        raise InputError(
+            f"{title}: count",
+            expected="finite, 0 or more",
+            got=counts,
+            fix="Count the terms of the total on this rank, 0 if it has none.",
+        )
     return [float(n) for n in counts]
 
 

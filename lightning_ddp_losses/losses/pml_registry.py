@@ -189,7 +189,13 @@ def register_row_separable(cls: T, *, pair_loss: type | None = None) -> T:
         return _register(cls, "rows", "register_row_separable")
     base = _class_named("tiled.pair_losses.PairLoss")
     is_pair_loss = isinstance(pair_loss, type) and issubclass(pair_loss, base)
-    expect(is_pair_loss, "register_row_separable: pair_loss", expected="a subclass of PairLoss", got=repr(pair_loss))
+    expect(
+        is_pair_loss,
+        "register_row_separable: pair_loss",
+        expected="a subclass of PairLoss",
+        got=repr(pair_loss),
+        fix="Pass the class, not an object of it.",
+    )
     _register(cls, "rows", "register_row_separable")
     LOSSES[cls] = replace(LOSSES[cls], pair_loss=pair_loss)
     return cls
@@ -357,7 +363,13 @@ def _register(cls: T, mode: Mode, what: str) -> T:
     global _registrations  # noqa: PLW0603 - the registry is one for the process
     _registrations += 1
     is_module = isinstance(cls, type) and issubclass(cls, nn.Module)
-    expect(is_module, what, expected="a subclass of torch.nn.Module", got=repr(cls))
+    expect(
+        is_module,
+        what,
+        expected="a subclass of torch.nn.Module",
+        got=repr(cls),
+        fix="Pass the class, not an object of it.",
+    )
     known = LOSSES.get(cls, _NO_FACTS)
     if MODES.index(mode) < MODES.index(known.mode):  # keep the cheaper one of two claims
         LOSSES[cls] = replace(_inherited(cls), mode=mode)

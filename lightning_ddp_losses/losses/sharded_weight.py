@@ -109,6 +109,7 @@ class ShardedWeight:
                 expected=f"at least one for each of {world} ranks",
                 got=self.num_classes,
                 collective=True,
+                fix="Train on fewer ranks, or keep the whole weight on each rank: GlobalBatchLoss(loss).",
             )
         return int.from_bytes(seeds[0], "little")
 

@@ -293,7 +293,12 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
         InputError: for an index beyond the rows, or another number of index tensors.
     """
     if len(indices_tuple) not in (3, 4):
-        raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
+        raise InputError(
+            f"{title}: indices_tuple",
+            expected="3 or 4 index tensors",
+            got=len(indices_tuple),
+            fix="Pass (anchors, positives, negatives), or (anchors, positives, anchors, negatives).",
+        )
     counted = named_anchors(tuple(indices_tuple)) if only_anchors else indices_tuple
     index = torch.cat([part.reshape(-1) for part in counted])
     # ours are in range. To look at others waits for an accelerator once, as their miner did

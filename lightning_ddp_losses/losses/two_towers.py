@@ -272,7 +272,13 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         extra_counts = batch.counts[1] if rows.extra is not None else [0] * world_size
         total = sum(text_counts)
         if total == 0:
-            raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
+            raise InputError(
+                f"{title}: rows",
+                expected="at least one on some rank",
+                got="none",
+                collective=True,
+                fix="Skip the loss on every rank for a batch without rows.",
+            )
         trained, columns_trained, all_bf16, have_kernels = _joined_flags(batch.extras)
         form = plan.form
         if rounds_rows(form) and not all_bf16:  # another rank has float32 rows

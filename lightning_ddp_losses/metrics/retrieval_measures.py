@@ -82,6 +82,7 @@ class Measure(NamedTuple):
                 "EmbeddingRetrieval: metrics",
                 expected=f"names out of {', '.join(['precision_at_1', 'mrr', *_AT_R, *numbered])}, with a number from 1 for k",
                 got=repr(name),
+                fix="Write the number of neighbours into the name, such as recall@10.",
             )
         return cls(str(name), found[1], int(found[2]))
 

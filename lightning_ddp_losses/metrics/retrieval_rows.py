@@ -79,7 +79,14 @@ class RetrievalRows:
         """Reject tensors that are incompatible with each other, or with the previous batches."""
         is_matrix = isinstance(embeddings, Tensor) and embeddings.ndim == 2 and embeddings.is_floating_point()
         expected = "a floating tensor (B, D)"
-        expect(is_matrix, f"{title}: embeddings", expected=expected, got=_described(embeddings), error=InputError)
+        expect(
+            is_matrix,
+            f"{title}: embeddings",
+            expected=expected,
+            got=_described(embeddings),
+            error=InputError,
+            fix="Convert integers by float(), and flatten the features of each row by flatten(1).",
+        )
         rows = len(embeddings)
         for name, column in (("labels", labels), ("index", index)):
             if column is None and name == "index":
@@ -95,7 +102,14 @@ class RetrievalRows:
         width, device = self.embeddings[0].shape[1], self.embeddings[0].device
         for what, before, now in (("width", width, embeddings.shape[1]), ("device", device, embeddings.device)):
             expected = f"{before}, as in the batches before"
-            expect(before == now, f"{title}: {what} of the embeddings", expected=expected, got=now, error=InputError)
+            expect(
+                before == now,
+                f"{title}: {what} of the embeddings",
+                expected=expected,
+                got=now,
+                error=InputError,
+                fix="Call reset() before embeddings of another model, and keep all batches on one device.",
+            )
         is_indexed = bool(self.indices)
         expect(
             is_indexed == (index is not None),

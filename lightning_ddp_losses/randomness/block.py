@@ -127,7 +127,12 @@ def with_rows(tensor: Tensor, dim: int = 0) -> Tensor:
         >>> noise = with_rows(torch.empty(4, 4), dim=1).normal_()
     """
     if not -tensor.ndim <= dim < tensor.ndim:
-        raise InputError("with_rows: dim", expected=f"a dimension of a tensor of {tensor.ndim}", got=dim)
+        raise InputError(
+            "with_rows: dim",
+            expected=f"a dimension of a tensor of {tensor.ndim}",
+            got=dim,
+            fix="Count dimensions from 0, or from the end with a negative number.",
+        )
     step = active_step()
     if step is not None:
         step.mark(tensor, dim)

@@ -87,7 +87,12 @@ class RandomStep:
             _refuse_nesting()
             local = rows_in(batch, row_dim)
             if planned is not None and len(planned.order) != local:
-                raise InputError(f"{_TITLE}: rows", expected=f"{len(planned.order)} of them", got=local)
+                raise InputError(
+                    f"{_TITLE}: rows",
+                    expected=f"{len(planned.order)} of them",
+                    got=local,
+                    fix="Keep every row of the batch until training_step.",
+                )
         states = own_states()
         payload = _COUNT.pack(local) + digest_of(states)
         payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim, "by_row": by_row}, payload, group=group)

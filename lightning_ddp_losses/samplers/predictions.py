@@ -115,7 +115,15 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     except pickle.UnpicklingError as error:
         expected = "tensors in dicts, lists, tuples and dataclasses of modules that every rank has imported"
         got = str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0]
-        handshake.raise_on_all_ranks(InputError("predictions", expected=expected, got=got), _TITLE)
+        handshake.raise_on_all_ranks(
+            InputError(
+                "predictions",
+                expected=expected,
+                got=got,
+                fix="Return plain containers, or import the module of the dataclass on every rank.",
+            ),
+            _TITLE,
+        )
     # 4. the rows themselves
     is_kept = dst is None or process_groups.rank() == dst
     joined = []
@@ -217,7 +225,14 @@ def _drawn_rows(loader: Any, batches: Sequence[Any]) -> _DrawnBatches:
         return _DrawnBatches([], [], 0)
     drawn = _drawn_batches(loader)
     expected = f"{len(drawn)} batches, as were drawn"
-    expect(len(batches) <= len(drawn), f"{_TITLE}: predictions", expected=expected, got=len(batches), error=InputError)
+    expect(
+        len(batches) <= len(drawn),
+        f"{_TITLE}: predictions",
+        expected=expected,
+        got=len(batches),
+        error=InputError,
+        fix="Pass the predictions of one Trainer.predict, each batch once.",
+    )
     found = _DrawnBatches([], [], len(batches))
     for batch, places in zip(batches, drawn, strict=False):
         if places:
@@ -242,7 +257,14 @@ def _local_rows(loader: Any, drawn: _DrawnBatches, lists: set[str]) -> _LoaderRo
         fix = "Return one row for each row of the batch: a tensor (B, ...), or a list with one tensor for each row."
         expect(counts == {len(indices)}, what, expected=expected, got=got, fix=fix, error=InputError)
         is_on_one = len({tensor.device for tensor in inputs.tensors_in(batch)}) == 1
-        expect(is_on_one, what, expected="tensors on one device", got=form, error=InputError)
+        expect(
+            is_on_one,
+            what,
+            expected="tensors on one device",
+            got=form,
+            error=InputError,
+            fix="Move them to one device in predict_step.",
+        )
         batches.append(batch)
         first = _form_of(batches[0])
         expected = f"as of batch 0: {first}"
@@ -253,7 +275,14 @@ def _local_rows(loader: Any, drawn: _DrawnBatches, lists: set[str]) -> _LoaderRo
     nest = row_lists.like_nest(batches[0], joined)
     places = list(chain.from_iterable(drawn.places))
     is_whole, what = all(isinstance(place, int) for place in places), f"{_TITLE}: indices of the sampler"
-    expect(is_whole, what, expected="whole numbers", got=type(places[0]).__name__, error=InputError)
+    expect(
+        is_whole,
+        what,
+        expected="whole numbers",
+        got=type(places[0]).__name__,
+        error=InputError,
+        fix="Let the sampler yield positions in the data set.",
+    )
     places_tensor = torch.tensor(places, dtype=torch.int64)
     return _LoaderRows(nest, places_tensor, _rows_of_set(loader, drawn.number), joined[0].device.type)
 
@@ -321,7 +350,14 @@ def _refuse_other_leaves(batch: Any, what: str) -> None:
     is_rows = is_tensor and batch.ndim > 0 and batch.layout == torch.strided
     got = f"a {batch.ndim}-dim {batch.layout} tensor" if is_tensor else type(batch).__name__
     expected = "tensors (B, ...), also in plain dicts, lists and tuples"
-    expect(is_rows, what, expected=expected, got=got, error=InputError)
+    expect(
+        is_rows,
+        what,
+        expected=expected,
+        got=got,
+        error=InputError,
+        fix="Convert numbers to tensors, and look up texts after the predictions are joined.",
+    )
 
 
 def _form_of(nest: Any) -> str:

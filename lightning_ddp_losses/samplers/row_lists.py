@@ -118,11 +118,25 @@ def _packed(rows: list[Any], title: str) -> RowList:
     for leaf in (leaf for row in rows for _, leaf in inputs.leaves(row)):
         is_strided = isinstance(leaf, Tensor) and leaf.layout == torch.strided
         expected = "tensors, also in plain dicts, lists and tuples, for each row"
-        expect(is_strided, title, expected=expected, got=type(leaf).__name__, error=InputError)
+        expect(
+            is_strided,
+            title,
+            expected=expected,
+            got=type(leaf).__name__,
+            error=InputError,
+            fix="Convert numbers to tensors, and look up texts after the predictions are joined.",
+        )
     forms = [repr(inputs.map_tensors(_form_of_row, row)) for row in rows]
     for number, form in enumerate(forms):
         what = f"{title}: row {number}"
-        expect(form == forms[0], what, expected=f"as row 0: {forms[0]}", got=form, error=InputError)
+        expect(
+            form == forms[0],
+            what,
+            expected=f"as row 0: {forms[0]}",
+            got=form,
+            error=InputError,
+            fix="Return the same keys, dtypes and numbers of dimensions for every row.",
+        )
     shapes, elements = [], []
     for of_rows in zip(*map(inputs.tensors_in, rows), strict=True):
         sizes = [tuple(tensor.shape) for tensor in of_rows]

@@ -270,7 +270,14 @@ def read_optimizer_state(
     for group, own in zip(groups, own_groups, strict=optimizer is not None):
         expected, got = ", ".join(names[index] for index in own["params"]), ", ".join(group["params"])
         title = f"checkpoint: parameters of optimizer {number}"
-        expect(got == expected, title, expected=expected, got=got, error=InputError)
+        expect(
+            got == expected,
+            title,
+            expected=expected,
+            got=got,
+            error=InputError,
+            fix="Build the optimizer over the same parameters in the same order as in the run that saved it.",
+        )
     # 3. numbers in place of names, in the order of the groups
     order = [name for group in groups for name in group["params"]]
     numbers = {name: index for index, name in enumerate(order)}

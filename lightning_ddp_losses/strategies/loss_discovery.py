@@ -68,7 +68,12 @@ def register_loss_type(cls: T) -> T:
         ... class CenterLoss(torch.nn.Module): ...
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ConfigurationError("register_loss_type", expected="a subclass of torch.nn.Module", got=repr(cls))
+        raise ConfigurationError(
+            "register_loss_type",
+            expected="a subclass of torch.nn.Module",
+            got=repr(cls),
+            fix="Pass the class, not an object of it.",
+        )
     if cls not in _loss_types:
         _loss_types.append(cls)
     return cls
@@ -102,7 +107,10 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
             pattern = re.compile(losses)
         except re.error as error:
             raise ConfigurationError(
-                "losses", expected="'auto', a list of names, or a regular expression", got=f"{losses!r}: {error}"
+                "losses",
+                expected="'auto', a list of names, or a regular expression",
+                got=f"{losses!r}: {error}",
+                fix="Put a name in a list to match it exactly: ['name'].",
             ) from None
         found = list(_outermost(root, lambda n, m: bool(pattern.fullmatch(n)) and _has_parameters(m)))
         if not found:  # the same configuration may be used with a loss without weights

@@ -220,7 +220,12 @@ class LossHooks(HostStrategy):
         Communication: one handshake.
         """
         if self.accumulation != "window" or self._losses.reducer is None:
-            raise ConfigurationError("expect_counts", expected="accumulation='window', during fit", got="no window")
+            raise ConfigurationError(
+                "expect_counts",
+                expected="accumulation='window', during fit",
+                got="no window",
+                fix="Remove the call, or pass accumulation='window' to the strategy.",
+            )
         self._losses.part(LightningWindows).expect_counts(counts, totals)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

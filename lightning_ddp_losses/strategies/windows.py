@@ -136,7 +136,12 @@ class LightningWindows(FitPart):
     def block(self, micro_batches: int) -> Iterator[AccumulationWindow]:
         """Make the micro-batches that are declared inside the block one window."""
         if self._window is not None:
-            raise ConfigurationError("strategy.window()", expected="no window around it", got="one that is open")
+            raise ConfigurationError(
+                "strategy.window()",
+                expected="no window around it",
+                got="one that is open",
+                fix="Close the outer window before you open another.",
+            )
         window = self._open(micro_batches)
         try:
             self._give_expected(window)

@@ -66,7 +66,12 @@ def numbers_of(measured: object, title: str) -> Numbers:
             return {"kind": _KINDS[measured.dtype], "row": measured.tolist()}
         got = f"{tuple(measured.shape)} {measured.dtype}"
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
-    raise InputError(f"{title}.measure", expected=expected, got=got)
+    raise InputError(
+        f"{title}.measure",
+        expected=expected,
+        got=got,
+        fix="Return the row of this rank, for example values.double().flatten().",
+    )
 
 
 def table_of(columns: Columns) -> Tensor | list[list[Any]]:

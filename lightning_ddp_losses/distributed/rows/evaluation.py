@@ -184,7 +184,12 @@ def _check_rows(what: str, tensor: Tensor, dim: int | None) -> None:
         raise InputError(what, expected="a dense tensor with memory", got=got, fix="Make it dense first.")
     if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
         got = f"{tensor.ndim} dimensions and batch_dims {dim}"
-        raise InputError(what, expected="a dimension of rows that the tensor has", got=got)
+        raise InputError(
+            what,
+            expected="a dimension of rows that the tensor has",
+            got=got,
+            fix="Correct batch_dims of this argument, or pass None if all ranks give it an equal value.",
+        )
 
 
 def _rows_of(tensor: Tensor, dim: int | None) -> tuple[int, bool]:

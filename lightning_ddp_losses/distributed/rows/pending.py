@@ -91,6 +91,7 @@ class PendingValue(Tensor):
                 f"{self._call.title}: a sum over rows",
                 expected="a value of a call that has returned",
                 got="one whose call has failed before it was exchanged",
+                fix="Do not catch the error of that call, or drop the values that it left.",
             )
         return self._plain
 

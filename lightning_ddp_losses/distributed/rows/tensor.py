@@ -276,6 +276,7 @@ def _refuse_place(func: Any, types: Any) -> None:
             f"{name_of(func)} on rows of all ranks",
             expected="plain tensors next to them",
             got=f"{others[0].__name__}, at {line_of_loss(inspect.currentframe())}",
+            fix="Convert it to a plain tensor first: x.as_subclass(torch.Tensor).",
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)

@@ -75,7 +75,11 @@ def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
         'wrong'
     """
     expect(
-        callable(loss) and not isinstance(loss, type), "certify: loss", expected="a module or function", got=repr(loss)
+        callable(loss) and not isinstance(loss, type),
+        "certify: loss",
+        expected="a module or function",
+        got=repr(loss),
+        fix="Pass an object, such as torch.nn.MSELoss(), not a class.",
     )
     expect(
         not getattr(loss, "sees_global_batch", False),
@@ -287,7 +291,14 @@ def _prepared(loss: Any, example: _Example) -> _Subject:
     given = tuple(tensor.requires_grad for tensor in example.tensors)
     floating = tuple(tensor.is_floating_point() for tensor in example.tensors)
     expected = "a floating tensor, which gets the gradient"
-    expect(any(floating), "certify: example", expected=expected, got="none", error=InputError)
+    expect(
+        any(floating),
+        "certify: example",
+        expected=expected,
+        got="none",
+        error=InputError,
+        fix="Pass the embeddings or logits that the loss compares, as float32 or float64.",
+    )
     first = floating.index(True)
     only_first = tuple(place == first for place in range(len(floating)))
     choices = [given] if any(given) else [floating, only_first]
@@ -317,7 +328,13 @@ def _check_value(value: object) -> None:
     expected = "a scalar tensor"
     expect(isinstance(value, Tensor) and value.numel() == 1, "certify: loss", expected=expected, got=got, fix=fix)
     assert isinstance(value, Tensor)
-    expect(value.requires_grad, "certify: loss", expected="a value with a gradient", got="one without")
+    expect(
+        value.requires_grad,
+        "certify: loss",
+        expected="a value with a gradient",
+        got="one without",
+        fix="Compute it from the floating tensors of the example, without detach() or no_grad().",
+    )
 
 
 def _own_gradients(value: Tensor | None) -> Iterator[Reason]:

@@ -89,7 +89,14 @@ def global_rows(
     """
     title = with_name("global_rows", name or getattr(formula, "__name__", None))
     with handshake.raising_on_all_ranks(title, group=group):
-        expect(callable(formula), "global_rows: formula", expected="a function", got=repr(formula), error=InputError)
+        expect(
+            callable(formula),
+            "global_rows: formula",
+            expected="a function",
+            got=repr(formula),
+            error=InputError,
+            fix="Pass the function itself: global_rows(dice, rows), not global_rows(dice(rows)).",
+        )
         inputs.refuse_capture(title)
         given = inputs.tensors_in((args, kwargs))
         devices = {tensor.device.type for tensor in given}

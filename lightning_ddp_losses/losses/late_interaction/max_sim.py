@@ -134,6 +134,7 @@ class MaxSimLoss(WithProcessGroup, nn.Module):
                 expected=f"{len(columns)}, one for each column",
                 got=len(masks),
                 error=InputError,
+                fix="Pass a list with one mask for each column, None for a column without padding.",
             )
             must_match = {"which of several": self._instance, "scale": self.scale}
             similarity, is_tiled = (max_sim, True) if self.similarity is None else (self.similarity, False)
@@ -223,6 +224,7 @@ def _gather_columns(
             expected=f"{rows} rows, one for each query",
             got=len(ragged),
             error=InputError,
+            fix="Select the documents so that row i belongs to query i.",
         )
         travelling[what] = ragged.tokens
         travelling[f"lengths of {what}"] = torch.tensor(ragged.lengths, device=padded.device, dtype=torch.int64)

@@ -102,13 +102,21 @@ def checked_mask(title: str, padded: Tensor, mask: Mask) -> Tensor:
         expected="(rows, tokens, D) floating numbers",
         got=f"{tuple(padded.shape)} {padded.dtype}",
         error=InputError,
+        fix="Pad the rows to one length, for example by torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).",
     )
     rows, most = padded.shape[:2]
     if mask is None:
         return torch.ones(rows, most, dtype=torch.bool, device=padded.device)
     if mask.shape == (rows, most):
         is_mask = mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
-        expect(is_mask, f"{title}: mask", expected="0 and 1, or bool", got=str(mask.dtype), error=InputError)
+        expect(
+            is_mask,
+            f"{title}: mask",
+            expected="0 and 1, or bool",
+            got=str(mask.dtype),
+            error=InputError,
+            fix="Compare weights with 0: mask > 0. Compare an additive mask with 0: mask == 0.",
+        )
         return mask.bool()
     are_lengths = mask.shape == (rows,) and not mask.is_floating_point() and mask.dtype != torch.bool
     expect(
@@ -117,7 +125,15 @@ def checked_mask(title: str, padded: Tensor, mask: Mask) -> Tensor:
         expected=f"({rows}, {most}) bool, or ({rows},) lengths",
         got=f"{tuple(mask.shape)} {mask.dtype}",
         error=InputError,
+        fix="Pass the tokenizer's attention_mask, or the number of vectors of each row.",
     )
     outside = mask[(mask < 0) | (mask > most)]
-    expect(not len(outside), f"{title}: lengths", expected=f"0 to {most}", got=outside.tolist(), error=InputError)
+    expect(
+        not len(outside),
+        f"{title}: lengths",
+        expected=f"0 to {most}",
+        got=outside.tolist(),
+        error=InputError,
+        fix="Count the vectors of each row after it was padded or cut.",
+    )
     return torch.arange(most, device=padded.device) < mask.unsqueeze(1)

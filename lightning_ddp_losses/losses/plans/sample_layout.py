@@ -126,7 +126,14 @@ class SampleLayout(NamedTuple):
             return batch
         rows = batch.shape[0]
         what, expected = f"{title}: rows of argument {name}", f"a multiple of its {views} views"
-        expect(rows % views == 0, what, expected=expected, got=rows, error=InputError)
+        expect(
+            rows % views == 0,
+            what,
+            expected=expected,
+            got=rows,
+            error=InputError,
+            fix="Concatenate all views of every row: torch.cat(views), or correct `views=`.",
+        )
         return batch.reshape(views, rows // views, *batch.shape[1:]).movedim(1, 0)
 
     def as_given(self, name: Argument, samples: Tensor) -> Tensor:

@@ -333,6 +333,7 @@ class TiledCall:
                 f"{type(self.loss).__name__}: indices_tuple",
                 expected="each pair to be either positive or negative",
                 got="a pair that is both",
+                fix="Remove it from the positive or from the negative indices.",
             )
         return pairs
 
