@@ -100,6 +100,14 @@ class FitTarget(Target):
                 self.model.__dict__[hook] = lambda batch, dataloader_idx: batch
         trainer.fit(self.model, data, ckpt_path=self.ckpt_path)
         recorder.end_draws()
+        if self.ckpt_path is not None:
+            expect(
+                recorder.record.steps or trainer.global_step < run.steps,
+                "audit(ckpt_path=..., steps=...)",
+                expected="more steps than the checkpoint has, because steps are counted from the start of training",
+                got=f"steps={run.steps} and a checkpoint at step {trainer.global_step}",
+                fix=f"To compare k steps after the checkpoint, take steps={trainer.global_step} + k.",
+            )
         expect(
             recorder.record.steps,
             "training steps",
