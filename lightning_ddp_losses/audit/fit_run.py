@@ -299,7 +299,7 @@ class FitRecorder(Recorder, Callback):
     def _hook_draws(self, trainer: Trainer, module: LightningModule) -> None:
         """Replace random draws in forward and backward according to the run. The strategy seeds its generators when training starts."""
         strategy = trainer.strategy
-        is_done = getattr(strategy, "randomness", "rank") == "global" and "randomness" not in self.run.without
+        is_done = getattr(strategy, "randomness", "rank") != "rank" and "randomness" not in self.run.without
         if is_done or not self.replaces_draws:
             return
         wrap_function(strategy, "on_train_start", after=self.seed_draws)
