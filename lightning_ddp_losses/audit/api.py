@@ -39,7 +39,7 @@ def audit(
     trainer_kwargs: Mapping[str, Any] | None = None,
     tolerance: float | None = None,
     deterministic: bool = True,
-    randomness: Literal["rank", "global"] | None = None,
+    randomness: Literal["rank", "global", "by_row"] | None = None,
     without: Iterable[str] = (),
     ckpt_path: str | None = None,
     timeout_seconds: float = 300.0,
@@ -57,7 +57,7 @@ def audit(
         model: Any LightningModule, including modules defined in ``__main__``, a notebook or a function.
         data: Data module or data loaders. If None, the module's own loaders.
         devices: Number of ranks.
-        steps: Number of optimizer steps.
+        steps: Number of optimizer steps. With ``ckpt_path`` the steps before the checkpoint count too.
         strategy: Name or object of a Lightning strategy, for example ``"ddp"``.
         trainer_kwargs: Further options of the Trainer (precision, accumulation, clipping, callbacks, plugins). The
             accelerator is the CPU by default.
@@ -66,10 +66,11 @@ def audit(
             up to ``EQUAL_SPREAD`` times the spread of such runs, and up to a few times more the verdict is "cannot tell".
         deterministic: Use only deterministic algorithms.
         randomness: ``"global"``: training steps on the ranks draw the random numbers that one process draws (dropout, noise), under any
-            strategy. A draw for which this is impossible is an error that names operator and line. ``"rank"``: each rank draws from its own
+            strategy. A draw for which this is impossible is an error that names operator and line. ``"by_row"``: the same, with the numbers
+            of that option in the one process too. ``"rank"``: each rank draws from its own
             generators, and the report states whether that explains the difference. If None, the strategy's option is used.
         without: Parts to switch off in both runs: ``"batch_norm"``, ``"precision"``, ``"uneven"``.
-        ckpt_path: Checkpoint to start from.
+        ckpt_path: Checkpoint to start from. Its number of steps must be below ``steps``.
         timeout_seconds: Time limit of each run.
         datamodule: The data, under its name in ``Trainer.fit``.
         train_dataloaders: The data, under its alternative name in ``Trainer.fit``.
@@ -215,19 +216,13 @@ def _single_source(**sources: Any) -> Any:
 def _choose_randomness(asked: Any, strategy: Any) -> str:
     """Return the user's option for random numbers, or the strategy's option by default."""
     of_strategy: str = getattr(strategy, "randomness", "rank")
-    expect(
-        of_strategy != "by_row",
-        "audit(strategy=...)",
-        expected="draws that plain torch makes in one process",
-        got="randomness='by_row', whose numbers only exist under the strategy",
-        fix="Audit with randomness='global', which differs from it in the numbers only.",
-    )
     if asked is None:
         return of_strategy
-    expect_option("audit(randomness=...)", asked, ("rank", "global", None))
+    expect_option("audit(randomness=...)", asked, ("rank", "global", "by_row", None))
+    is_possible = of_strategy in ("rank", asked)
     expected, got = "what the strategy does", f"{asked!r} under a strategy with {of_strategy!r}"
-    fix = "Leave it out, or audit under a strategy without randomness='global'."
-    expect(asked in ("global", of_strategy), "audit(randomness=...)", expected=expected, got=got, fix=fix)
+    fix = f"Leave it out, or audit under a strategy without randomness={of_strategy!r}."
+    expect(is_possible, "audit(randomness=...)", expected=expected, got=got, fix=fix)
     return str(asked)
 
 

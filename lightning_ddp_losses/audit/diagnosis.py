@@ -54,11 +54,10 @@ def _under_same_draws(context: AuditContext) -> list[Diagnosis]:
     except DDPLossError as error:  # draws may be impossible for rows on other ranks or in another order
         return _draws_not_comparable(context, first_part(error))
     found = [_under(each, "the same random numbers for each row, on ranks and in one process") for each in rest]
-    if not context.draws_explain_differences:
-        return found or [unknown(context)]
+    explained = context.draws_explain_differences
     if not found:  # all runs except the user's start with rank 0's weights, which may hide a difference
-        found = ask(DESYNC_RULES, context) or [unknown(quiet)]
-    if _differs_less(quiet, context):
+        found = ask(DESYNC_RULES, context) or [unknown(quiet if explained else context)]
+    if explained and _differs_less(quiet, context):
         found.append(_random_numbers_differ(context, alone=False))
     return found
 

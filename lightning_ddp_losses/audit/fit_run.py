@@ -100,6 +100,14 @@ class FitTarget(Target):
                 self.model.__dict__[hook] = lambda batch, dataloader_idx: batch
         trainer.fit(self.model, data, ckpt_path=self.ckpt_path)
         recorder.end_draws()
+        if self.ckpt_path is not None:
+            expect(
+                recorder.record.steps or trainer.global_step < run.steps,
+                "audit(ckpt_path=..., steps=...)",
+                expected="more steps than the checkpoint has, because steps are counted from the start of training",
+                got=f"steps={run.steps} and a checkpoint at step {trainer.global_step}",
+                fix=f"To compare k steps after the checkpoint, take steps={trainer.global_step} + k.",
+            )
         expect(
             recorder.record.steps,
             "training steps",
@@ -297,7 +305,7 @@ class FitRecorder(Recorder, Callback):
     def _hook_draws(self, trainer: Trainer, module: LightningModule) -> None:
         """Replace random draws in forward and backward according to the run. The strategy seeds its generators when training starts."""
         strategy = trainer.strategy
-        is_done = getattr(strategy, "randomness", "rank") == "global" and "randomness" not in self.run.without
+        is_done = getattr(strategy, "randomness", "rank") != "rank" and "randomness" not in self.run.without
         if is_done or not self.replaces_draws:
             return
         wrap_function(strategy, "on_train_start", after=self.seed_draws)

@@ -70,7 +70,8 @@ class Recorder:
         self._trace: CollectiveTrace | None = None  # trace of the batches that are being trained on
         self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the next step, by stage
         self._terms = TermSwitch(terms_off(run.without))
-        self._draws = TrainingSteps(takes_blocks=True)
+        by_row = run.by_row and "randomness" not in run.without
+        self._draws = TrainingSteps(takes_blocks=True, by_row=by_row)
         self._module = nn.Module()  # the one that is trained
 
     def write(self, step: int, kind: rank_record.Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:

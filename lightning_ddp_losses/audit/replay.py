@@ -189,6 +189,7 @@ class Run:
         trace: Step at which activations and their gradients are recorded, or 0.
         group: Create a process group for the one process, if the module requires one.
         exact_draws: Training steps draw the numbers that one process draws, from separate generators.
+        by_row: They are those of ``randomness="by_row"``, in one process too.
     """
 
     name: str
@@ -202,6 +203,7 @@ class Run:
     trace: int = 0
     group: bool = False
     exact_draws: bool = False
+    by_row: bool = False
 
     @property
     def processes(self) -> int:

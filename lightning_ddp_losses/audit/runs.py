@@ -255,7 +255,10 @@ class Runs:
         self.target, self.scratch = target, scratch
         self.devices, self.steps, self.tolerance = devices, steps, tolerance
         self.needs_group = False
-        self._exact_draws = target.randomness == "global"
+        self._draws: dict[str, Any] = {
+            "exact_draws": target.randomness != "rank",
+            "by_row": target.randomness == "by_row",
+        }
         self._made: dict[str, Recording] = {}
 
     # ------------------------------------------------------------------ making a recording
@@ -325,15 +328,14 @@ class Runs:
         plans = plan_replay(original, assignment, steps=steps, whole_windows=whole_windows, draws_by_window=by_window)
         ranks = self.devices if len(plans) > 1 else 0
         group = self.needs_group and not ranks
-        exact = self._exact_draws
-        return Run(name, ranks, plans, original, group=group, without=off, exact_draws=exact, **options)
+        return Run(name, ranks, plans, original, group=group, without=off, **self._draws, **options)
 
     # ------------------------------------------------------------------ ranks and one process
 
     @functools.cached_property
     def user_run(self) -> Recording:
         """The recording of the ranks on the user's data."""
-        return self.record(Run("ranks", self.devices, steps=self.steps, exact_draws=self._exact_draws))[0]
+        return self.record(Run("ranks", self.devices, steps=self.steps, **self._draws))[0]
 
     @functools.cached_property
     def _one(self) -> tuple[Recording, ...]:

@@ -215,7 +215,7 @@ class AuditOptions:
         devices: Number of ranks. Default: the trainer's, and at least 2.
         steps: Optimizer steps.
         tolerance: Largest relative error that is not reported. Default: estimated from the precision.
-        randomness: global: all ranks draw what one process draws. rank: each draws from its own generators. Default: as the strategy does.
+        randomness: global, by_row: all ranks draw what one process draws. rank: from their own generators. Default: as the strategy does.
         without: Features disabled on both sides: batch_norm, precision, uneven.
         deterministic: Deterministic algorithms only.
         timeout_seconds: Time limit of each run.

@@ -173,6 +173,19 @@ def replace_training_loaders(trainer: Any, replacement: Callable[[object], objec
     return _patch(connector, "_prepare_dataloader", prepare)
 
 
+def before_batch_hooks(trainer: Any, function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function between the loading of each batch and the module's or data module's hooks of the batch. Returns the undo function."""
+    selector = trainer._data_connector._datahook_selector
+    get_instance = selector.get_instance
+
+    def wrapped(hook_name: str) -> Any:
+        if hook_name == "on_before_batch_transfer":  # the first of them
+            function()
+        return get_instance(hook_name)
+
+    return _patch(selector, "get_instance", wrapped)
+
+
 def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
     """Return a DataLoader's twin with other batches: all else, also of a subclass, is kept. Torch refuses to set it, and has no copy."""
     twin = copy.copy(dataloader)

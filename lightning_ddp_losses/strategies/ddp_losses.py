@@ -89,8 +89,10 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             for which this is impossible is the same error on every rank, with the user's line. This takes one handshake at the beginning of
             a step and one at its end. ``"by_row"``: the same, but a rank draws for its own rows only. Numbers then differ from those of
             plain torch, and training on any number of ranks, including one, is equal to training in one process with this option. A draw
-            in another hook between a batch and its step (``on_after_batch_transfer``, ``on_train_batch_start``) is an error; hooks after
-            the step draw separately on each rank. The length of a tensor without rows in the batch must differ from the number of rows.
+            in another hook between a batch and its step (``on_before_batch_transfer``, ``on_after_batch_transfer``,
+            ``on_train_batch_start``) is an error, and so is one in ``on_after_backward``. Later hooks (``on_before_optimizer_step``,
+            ``optimizer_step``, ``on_train_batch_end``) draw from the generators of each rank, which changes no training step. The length
+            of a tensor without rows in the batch must differ from the number of rows.
         **ddp_kwargs: Options of ``lightning.pytorch.strategies.DDPStrategy``.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) only applies to the model's DDP. Gradients of losses and class shards, and
             gradients that global losses and metrics exchange in backward, bypass the hook and remain exact. To halve the bytes of the

@@ -12,7 +12,6 @@ off is not in the list, and a hook that no part overrides does not add time to a
 | ``on_model_ready`` | model and optimizers exist, and the losses were found |
 | ``process_dataloader`` | Lightning hands over a loader, of training or evaluation |
 | ``on_train_start`` | the checkpoint is loaded, the iterators are made |
-| ``before_batch_transfer`` | a batch of training or evaluation was loaded, and goes to the device |
 | ``on_train_batch_start`` | a training batch is there |
 | ``before_step`` | before each ``training_step``, on every rank |
 | ``training_step`` | around each ``training_step`` |
@@ -283,9 +282,6 @@ class FitPart:
 
     def on_train_start(self) -> None:
         """Begin training."""
-
-    def before_batch_transfer(self) -> None:
-        """Prepare for a batch that was loaded."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look at a training batch."""

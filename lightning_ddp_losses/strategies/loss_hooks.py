@@ -120,11 +120,6 @@ class LossHooks(HostStrategy):
         forget_late_notes()
         self._losses.call("on_train_start")
 
-    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device, with the module's hooks for that."""
-        self._losses.call("before_batch_transfer")
-        return super().batch_to_device(batch, device, dataloader_idx)
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Process the start of a training batch."""
         self._losses.call("on_train_batch_start", batch, batch_idx)

@@ -174,6 +174,14 @@ def fit_by_row(
     return fit(name, kill, path, load, strategy=strategy, splits=splits, randomness="by_row")
 
 
-def test_an_audit_compares_with_plain_torch() -> None:
-    with pytest.raises(ConfigurationError, match="Audit with randomness='global'"):
-        audit(m.Dropout(), m.even(), strategy=DDPLossStrategy(randomness="by_row"), steps=1)
+def test_an_audit_draws_so_in_one_process_too() -> None:
+    options = {"steps": 2, "tolerance": 1e-5}
+    by_strategy = audit(m.Dropout(), m.even(4), strategy=DDPLossStrategy(randomness="by_row"), **options)
+    by_audit = audit(m.Dropout(), m.even(4), strategy="ddp", randomness="by_row", **options)
+    for report in (by_strategy, by_audit):
+        assert report.equal, str(report)
+        assert report.settings["randomness"] == "by_row"
+    (fault, *_) = audit(m.OwnSlotGather(), m.even(), strategy="ddp", randomness="by_row", **options).diagnoses
+    assert fault.fault == "F20"
+    with pytest.raises(ConfigurationError, match="what the strategy does"):
+        audit(m.Dropout(), m.even(), strategy=DDPLossStrategy(randomness="by_row"), randomness="global")

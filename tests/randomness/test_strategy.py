@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -190,6 +191,34 @@ def test_a_run_resumed_on_other_ranks_draws_what_it_would_have_drawn(
         torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
 
 
+class DrawsAfterTheStep(Module):
+    """Other numbers of draws on each rank, in the hooks between the step's draws and the next batch."""
+
+    def draw(self) -> None:
+        torch.rand(1 + dist.get_rank())
+        random.random()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.draw()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.draw()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.draw()
+
+
+@each_rank(2)
+def test_draws_of_hooks_after_the_step_change_no_training_step() -> None:
+    expected = by_hand("mc dropout")
+    module = DrawsAfterTheStep("mc dropout")
+    torch.manual_seed(SEED)
+    make_trainer(DDPLossStrategy(randomness="global"), max_epochs=EPOCHS).fit(module)
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
 class Shuffling(Module):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = batch[0]
@@ -240,6 +269,16 @@ class Augmented(Module):
         return [batch[0] + 0.1 * torch.randn_like(batch[0])]
 
 
+class AugmentedBefore(Module):
+    def on_before_batch_transfer(self, batch: list[Tensor], index: int) -> list[Tensor]:
+        return [batch[0] + 0.1 * torch.randn_like(batch[0])]
+
+
+class DrawsAfterBackward(Module):
+    def on_after_backward(self) -> None:
+        torch.rand(1)
+
+
 class DrawnOnRankOne(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if dist.get_rank() == 1:
@@ -250,6 +289,8 @@ class DrawnOnRankOne(Module):
     ("kind", "text"),
     [
         (Augmented, "a hook has drawn"),
+        (AugmentedBefore, "a hook has drawn"),
+        (DrawsAfterBackward, r"rand of shape \(1,\)"),
         (DrawnOnRankOne, "a hook has drawn"),
         (Shuffling, "something else than pick rows"),
         (Unseen, "numpy's"),
@@ -272,3 +313,45 @@ def test_the_option() -> None:
         DDPLossStrategy(randomness="all")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="losses that are looked after"):
         DDPLossStrategy(losses=[], randomness="global")
+
+
+class Half(Module):
+    """Keeps the masks of a dropout."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.float()
+        self.masks: list[Tensor] = []
+        self.net.mlp[2].register_forward_hook(self.keep)
+
+    def keep(self, layer: Any, args: tuple[Tensor], output: Tensor) -> None:
+        assert output.dtype == torch.float16
+        self.masks.append((output == 0) & (args[0] != 0))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        return super().training_step([batch[0].float()], batch_idx)
+
+
+def fit_in_half(randomness: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    module = Half("vit block")
+    torch.manual_seed(SEED)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
+    strategy = DDPLossStrategy(randomness=randomness)  # type: ignore[arg-type]
+    trainer = make_trainer(strategy, max_epochs=EPOCHS, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer.fit(module)
+    assert scaler.get_scale() == 2.0**4, "no step was skipped"
+    return module.masks, module.state_dict()
+
+
+@pytest.mark.parametrize("randomness", ["global", "by_row"])
+def test_half_precision_with_a_scaler_has_the_masks_of_one_process(pool: RankPool, randomness: str) -> None:
+    ((expected, weights),) = pool.run(1, fit_in_half, randomness)
+    of_ranks = pool.run(2, fit_in_half, randomness)
+    assert len(expected) == EPOCHS * ROWS // G
+    assert any(mask.any() for mask in expected)
+    masks = zip(*(masks for masks, _ in of_ranks), strict=True)
+    for parts, mask in zip(masks, expected, strict=True):
+        assert torch.equal(torch.cat(parts), mask)
+    for _, found in of_ranks:
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=2e-3)

@@ -6,7 +6,7 @@ same numbers.
 
 | where | what |
 |---|---|
-| ``before_batch_transfer`` | from here to ``training_step`` a hook of the user must not draw |
+| a batch was loaded | from here to ``training_step`` a hook of the user must not draw |
 | ``training_step`` | the numbers of rows are exchanged, and draws with rows are those of all ranks |
 | backward | layers run again under activation checkpointing; then the ranks compare their draws |
 | manual optimisation | both inside of ``training_step`` |
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.randomness.training_steps import TrainingSteps
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
@@ -45,7 +46,7 @@ class StepRandomness(FitPart):
         return options.randomness != "rank"
 
     def on_train_start(self) -> None:
-        """Seed the generators of the steps, if no checkpoint did.
+        """Seed the generators of the steps, if no checkpoint did, and watch the hooks between a batch and its step for draws.
 
         Communication: one handshake.
         """
@@ -54,10 +55,7 @@ class StepRandomness(FitPart):
         if not self._steps.states:
             (seed,) = _SEED.unpack(payloads[0])
             self._steps.seed_(seed)
-
-    def before_batch_transfer(self) -> None:
-        """Watch the generators until the training step, so that draws in other hooks are an error on all ranks."""
-        self._steps.begin_hooks()
+        self.undo.callback(lightning_compat.before_batch_hooks(self.fit.trainer, self._steps.begin_hooks))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take the batch, whose tensors have rows."""
