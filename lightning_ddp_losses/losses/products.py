@@ -395,7 +395,8 @@ def add_factors_(
 def inner_product(left: Tensor, right: Tensor) -> Tensor:
     """Return the sum (1,) of the products of entries of two contiguous matrices. Neither is overwritten."""
     if torch.compiler.is_compiling() or left.numel() > _MOST_OF_DOT:
-        return (left * right).sum().view(1)
+        # by rows, as other sums of the tile, which the compiler then makes in the same pass
+        return (left * right).sum(1).sum().view(1)
     return torch.dot(left.reshape(-1), right.reshape(-1)).view(1)
 
 

@@ -148,10 +148,11 @@ def classes(*, keeps: bool, is_inside: Tensor | None = None) -> list[tuple[Calla
 
 # aims: 16 bytes of SigLIP, 24 of CLIP and of ArcFace
 KERNELS: dict[str, Kernels] = {
-    "SigLIP": Kernels(lambda: siglip(1), 16, 3),
+    "SigLIP": Kernels(lambda: siglip(1), 8, 3),
     "SigLIP, two numbers": Kernels(lambda: siglip(2), 16, 3),
-    "CLIP": Kernels(lambda: clip(1), 24, 7),
-    "CLIP, one tile": Kernels(lambda: clip(1, keeps=True), 28, 7),
+    # one kernel adds the sums of the rows
+    "CLIP": Kernels(lambda: clip(1), 20, 8),
+    "CLIP, one tile": Kernels(lambda: clip(1, keeps=True), 20, 8),
     "CLIP, two numbers": Kernels(lambda: clip(2), 24, 7),
     "ArcFace": Kernels(lambda: classes(keeps=False), 24, 4),
     "ArcFace, one chunk": Kernels(lambda: classes(keeps=True), 24, 4),
