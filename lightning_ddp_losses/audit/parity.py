@@ -51,7 +51,7 @@ def parity(
     join: Any = "rows",
     dtype: torch.dtype | None = torch.float64,
     precision: torch.dtype | None = None,
-    randomness: Literal["rank", "global"] = "rank",
+    randomness: Literal["rank", "global", "by_row"] = "rank",
     steps: int | None = None,
     timeout_seconds: float = 60.0,
 ) -> AuditReport:
@@ -78,7 +78,8 @@ def parity(
         dtype: Dtype of parameters and batches. If None, they are not converted.
         precision: Dtype of autocast (``torch.bfloat16``, ``torch.float16``), with a ``dtype`` other than float64.
         randomness: ``"global"``: ranks draw the random numbers that one process draws (``global_randomness`` around each micro-batch, or
-            around the loop), from generators that are used for nothing else. ``"rank"``: each rank draws from its own generators, and the
+            around the loop), from generators that are used for nothing else. ``"by_row"``: the same, with the numbers of
+            ``DDPLossStrategy(randomness="by_row")``, in one process too. ``"rank"``: each rank draws from its own generators, and the
             report states whether that explains a difference.
         steps: Number of optimizer steps. If None, all global batches are used, or one step is made if ``batches`` is a function.
         timeout_seconds: Time limit of each run.
@@ -114,7 +115,7 @@ def parity(
     if not callable(wrap):
         expect_option("parity(wrap=...)", wrap, ("ddp", "fully_shard", None))
     expect_option("parity(dtype=...)", dtype, (*PRECISIONS, None))
-    expect_option("parity(randomness=...)", randomness, ("rank", "global"))
+    expect_option("parity(randomness=...)", randomness, ("rank", "global", "by_row"))
     expect_option("parity(precision=...)", precision, (torch.bfloat16, torch.float16, None))
     expected, fix = "another dtype with it: autocast leaves float64 alone", "Add dtype=torch.float32."
     is_used = precision is None or dtype != torch.float64

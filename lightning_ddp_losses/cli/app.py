@@ -390,7 +390,8 @@ def _parity_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="optimizer steps; all that the batches are for")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="none: as model and batches are")
     parser.add_argument("--precision", choices=_DTYPES, default="none", help="dtype of autocast; none: no autocast")
-    parser.add_argument("--randomness", choices=("rank", "global"), default="rank", help="global: draws of one process")
+    draws = "global, by_row: draws of one process"
+    parser.add_argument("--randomness", choices=("rank", "global", "by_row"), default="rank", help=draws)
     parser.add_argument("--timeout-seconds", type=float, default=60.0, help="time limit of each run")
     parser.add_argument("--output", help="folder for report.html, report.json and ratios.png")
     return parser

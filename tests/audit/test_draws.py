@@ -80,6 +80,13 @@ def test_parity_of_models_that_draw(name: str, way: str) -> None:
     assert report.rows
 
 
+@pytest.mark.parametrize(("name", "way"), [("vit block", "three uneven ranks"), ("diffusion", "micro-batches")])
+def test_parity_draws_by_row(name: str, way: str) -> None:
+    report = parity(lambda: make(name), batches=batches([ROWS, ROWS]), randomness="by_row", **WAYS[way])
+    assert report.equal, str(report)
+    assert report.rows
+
+
 class Drawing(Module):
     """A model of the list, whose loss is a mean over rows."""
 
