@@ -62,6 +62,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "LSTM, 2 layers": lambda width: nn.LSTM(width, width, 2, dropout=0.3, batch_first=True),
 }
 SIZES = ((16, 64, 256), (1, 64, 256))  # rows, tokens, width
+LARGE = (32, 128, 384)  # of the ViT block only
 
 
 def steps_of(name: str, size: tuple[int, int, int]) -> list[Step]:
@@ -117,4 +118,5 @@ def main(arguments: list[str]) -> list[Row]:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30.0, help="of timed rounds per row at most")
     options: Any = parser.parse_args(arguments)
-    return [row_of(name, size, options) for size in SIZES for name in MODELS]
+    cases = [(name, size) for size in SIZES for name in MODELS]
+    return [row_of(name, size, options) for name, size in [*cases, ("ViT block", LARGE)]]
