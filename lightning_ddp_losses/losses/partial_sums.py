@@ -559,14 +559,14 @@ def global_mean(
         several ranks is an error.
 
     Communication: one handshake, and on an accelerator a gather for which the host does not wait (it waits for a ``count`` there). None
-        in backward. With ``copies`` one handshake more, and the host waits for ``total``. For a part of the world over several
-        dimensions, at first use, the making of its groups: every rank of the world takes part.
+        in backward. ``copies`` take another handshake, and the host waits for ``total``. A mesh over several dimensions, but not the
+        whole world, creates its process groups at first use, in which every rank of the world must take part.
 
     Raises:
-        InputError: on every rank, for counts that are negative, not finite, or have a gradient, for shapes that differ, for copies that
-            hold something else, and where only some ranks' sums have a graph.
+        InputError: on every rank, for counts that are negative, not finite, or have a gradient, for shapes that differ, for copies with
+            different numbers, and if the sums of only some ranks have a graph.
         ConfigurationError: on every rank, for a reduction that cannot be read or is not the model's, and for a mesh of other ranks.
-        RankMismatchError: on every rank, for another number of means, another name or another ``empty``.
+        RankMismatchError: on every rank, if the number of means, the name or ``empty`` differs.
 
     Example:
         >>> import torch

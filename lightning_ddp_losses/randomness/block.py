@@ -47,8 +47,7 @@ def global_randomness(
 
     Communication: one handshake when the block begins and one when it ends. One more each if generators are in different states, such as
         after a step in which a rank had zero rows. For each ``x[order]`` a handshake and a gather of all rows, and an exchange of the same
-        size in backward. None in a world of one, where the block only has an effect with
-        ``randomness="by_row"``.
+        size in backward. None in a world of one, where the block only has an effect with ``randomness="by_row"``.
 
     Raises:
         ConfigurationError: on every rank, for an operator whose numbers cannot be drawn row by row (fused attention with dropout,
@@ -57,13 +56,14 @@ def global_randomness(
         InputError: on every rank, for a batch without rows.
         RankMismatchError: on every rank, at the end of the block, if ranks with rows drew differently.
 
-    The cost: each rank draws for all rows, so a draw takes W times as long, and each operator is tracked in Python. A step of an encoder
-    layer (1024 tokens of 256, on one thread) takes 1.4 times as long on 2 ranks and 2 times as long on 8, and with
-    ``randomness="by_row"`` 1.2 times as long on any number of ranks. A rank with one row also runs
-    each call of forward for two rows, because one row does not show which dimension contains the rows. Generators that the user creates in
-    numpy or Python, branches on ``len(x)``, and loops that draw once per row of the rank are not tracked. Batch norm without
-    synchronization is a different layer on W ranks, with or without draws. An encoder that draws is an error in
-    ``microbatched``, whose pieces are other rows on each rank. Use activation checkpointing (``torch.utils.checkpoint``) instead, or
+    Cost: each rank draws for all rows, so a draw takes W times as long, and each operator is tracked in Python. A step of an encoder layer
+    (1024 tokens of 256, on one thread) takes 1.35 times as long on 2 ranks and 2.1 times as long on 8. With ``randomness="by_row"``, it
+    takes 1.2 times as long on any number of ranks, and a block with 8 times as much work takes 1.04 times as long. A rank with one row
+    also runs each call of forward for two rows, because one row does not show which dimension contains the rows.
+
+    Not tracked: generators that the user creates in numpy or Python, branches on ``len(x)``, and loops that draw once per row of the rank.
+    Batch norm without synchronization is a different layer on W ranks, with or without draws. An encoder that draws is an error in
+    ``microbatched``, whose pieces contain other rows on each rank. Use activation checkpointing (``torch.utils.checkpoint``) instead, or
     accumulate micro-batches.
 
     Example:
