@@ -57,7 +57,7 @@ def audit(
         model: Any LightningModule, including modules defined in ``__main__``, a notebook or a function.
         data: Data module or data loaders. If None, the module's own loaders.
         devices: Number of ranks.
-        steps: Number of optimizer steps. With ``ckpt_path`` the steps before the checkpoint count too.
+        steps: Number of optimizer steps, with ``ckpt_path`` after the checkpoint.
         strategy: Name or object of a Lightning strategy, for example ``"ddp"``.
         trainer_kwargs: Further options of the Trainer (precision, accumulation, clipping, callbacks, plugins). The
             accelerator is the CPU by default.
@@ -70,7 +70,7 @@ def audit(
             of that option in the one process too. ``"rank"``: each rank draws from its own
             generators, and the report states whether that explains the difference. If None, the strategy's option is used.
         without: Parts to switch off in both runs: ``"batch_norm"``, ``"precision"``, ``"uneven"``.
-        ckpt_path: Checkpoint to start from. Its number of steps must be below ``steps``.
+        ckpt_path: Checkpoint to start from.
         timeout_seconds: Time limit of each run.
         datamodule: The data, under its name in ``Trainer.fit``.
         train_dataloaders: The data, under its alternative name in ``Trainer.fit``.
