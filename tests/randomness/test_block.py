@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import pytest
@@ -57,7 +57,7 @@ def difference(weights: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs)
 
 
-def train(name: str, splits: list[tuple[int, ...]]) -> list[Tensor]:
+def train(name: str, splits: list[tuple[int, ...]], randomness: Literal["global", "by_row"] = "global") -> list[Tensor]:
     """Train on this rank's rows."""
     model = make(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -68,7 +68,7 @@ def train(name: str, splits: list[tuple[int, ...]]) -> list[Tensor]:
     for x, counts in zip(batches(sizes), splits, strict=True):
         own = own_rows(x, counts)
         optimizer.zero_grad()
-        with global_randomness(rows=own):
+        with global_randomness(rows=own, randomness=randomness):
             (loss_of(model, own) / len(x)).backward()
         for parameter in model.parameters():
             if parameter.grad is None:

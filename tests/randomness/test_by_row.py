@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,34 +15,16 @@ from lightning_ddp_losses.randomness import row_blocks
 from lightning_ddp_losses.testing import RankPool
 from tests.audit import modules as m
 from tests.each_rank import each_rank
-from tests.randomness.models import CASES, MIXUP, SHARED, batches, loss_of, make
-from tests.randomness.test_block import SPLITS, WORLDS, difference, own_rows
+from tests.randomness.models import CASES, MIXUP, SHARED
+from tests.randomness.test_block import SPLITS, WORLDS, difference, train
 from tests.randomness.test_strategy import STRATEGIES, UNEVEN, fit
 
 NOT_WITHOUT_ROWS = (MIXUP, SHARED)  # a rank without rows cannot draw these
 
 
-def train(splits: list[tuple[int, ...]], names: list[str]) -> dict[str, list[Tensor]]:
+def train_each(splits: list[tuple[int, ...]], names: list[str]) -> dict[str, list[Tensor]]:
     """Train each model on this rank's rows. Return the weights."""
-    trained = {}
-    for name in names:
-        model = make(name)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        torch.manual_seed(7 + dist.get_rank())  # that of rank 0 counts
-        numpy.random.seed(7)
-        random.seed(7)
-        for x, counts in zip(batches([sum(counts) for counts in splits]), splits, strict=True):
-            own = own_rows(x, counts)
-            optimizer.zero_grad()
-            with global_randomness(rows=own, randomness="by_row"):
-                (loss_of(model, own) / len(x)).backward()
-            for parameter in model.parameters():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-        trained[name] = [parameter.detach() for parameter in model.parameters()]
-    return trained
+    return {name: train(name, splits, "by_row") for name in names}
 
 
 @pytest.mark.parametrize(("world_size", "split"), WORLDS)
@@ -52,8 +32,8 @@ def test_weights_are_those_of_one_process(pool: RankPool, world_size: int, split
     splits = SPLITS[world_size][split]
     some_rank_is_empty = any(0 in counts for counts in splits)
     names = [name for name in CASES if not (some_rank_is_empty and name in NOT_WITHOUT_ROWS)]
-    (expected,) = pool.run(1, train, [(sum(counts),) for counts in splits], names)
-    for trained in pool.run(world_size, train, splits, names):
+    (expected,) = pool.run(1, train_each, [(sum(counts),) for counts in splits], names)
+    for trained in pool.run(world_size, train_each, splits, names):
         for name, weights in trained.items():
             assert difference(weights, expected[name]) < 1e-9, name
 

@@ -93,7 +93,7 @@ class Watched(NamedTuple):
     fix: str = _COPIED
 
 
-class Meeting(NamedTuple):
+class Comparison(NamedTuple):
     """What ranks compare in an exchange.
 
     Attributes:
@@ -227,7 +227,7 @@ class RowsCall:
                     fix=fix,
                 )
 
-    def meeting(self, what: str, line: str, must_match: dict[str, object]) -> Meeting:
+    def comparison(self, what: str, line: str, must_match: dict[str, object]) -> Comparison:
         """Return what ranks compare in the next exchange. It includes the operations and plain tensors since the last one."""
         plain, self._plain.by_id = list(self._plain.by_id.values()), {}
         operations, self._operations = self._operations, []
@@ -237,25 +237,27 @@ class RowsCall:
             "operations since the last exchange": "; ".join(operations),
             "tensors that rows have met": "; ".join(_form_of(tensor) for tensor in plain),
         }
-        return Meeting(f"{self.title}: {what}", compared, plain)
+        return Comparison(f"{self.title}: {what}", compared, plain)
 
-    def listed_sums(self, meeting: Meeting, parts: Sequence[tuple[Tensor, str]]) -> list[Tensor] | None:
+    def listed_sums(self, comparison: Comparison, parts: Sequence[tuple[Tensor, str]]) -> list[Tensor] | None:
         """Return the combined parts of all ranks if the list of exchanges contains this one. If None, ranks must meet in a handshake.
 
         The fingerprints of plain tensors are compared in the next handshake, at the end of the call at the latest.
 
         Communication: ``ExchangeList.sums``.
         """
-        found = self.exchanges.sums(meeting.text, parts)
+        found = self.exchanges.sums(comparison.text, parts)
         if found is not None:
-            self._plain.on_host += _fingerprints_of(meeting.plain)
+            self._plain.on_host += _fingerprints_of(comparison.plain)
         return found
 
-    def meet(self, meeting: Meeting, payload: bytes = b"", parts: Sequence[tuple[Tensor, str]] = ()) -> list[bytes]:
+    def meet(
+        self, comparison: Comparison, payload: bytes = b"", parts: Sequence[tuple[Tensor, str]] = ()
+    ) -> list[bytes]:
         """Begin an exchange with all ranks, and return their payloads in rank order. Collective.
 
         Args:
-            meeting: What ranks compare.
+            comparison: What ranks compare.
             payload: This rank's bytes.
             parts: This rank's parts of sums, and how each is combined. Sums can be exchanged without a handshake in the next call.
 
@@ -264,20 +266,20 @@ class RowsCall:
 
         Communication: one handshake.
         """
-        self.exchanges.before_handshake(meeting.text)
-        payloads = self._handshake(meeting, payload)
-        self.exchanges.record(meeting.text, parts)
+        self.exchanges.before_handshake(comparison.text)
+        payloads = self._handshake(comparison, payload)
+        self.exchanges.record(comparison.text, parts)
         return payloads
 
-    def _handshake(self, meeting: Meeting, payload: bytes) -> list[bytes]:
-        """Compare a meeting with all ranks, and return their payloads."""
-        prints, self._plain.on_host = self._plain.on_host + _fingerprints_of(meeting.plain), []
+    def _handshake(self, comparison: Comparison, payload: bytes) -> list[bytes]:
+        """Send a comparison to all ranks, and return their payloads."""
+        prints, self._plain.on_host = self._plain.on_host + _fingerprints_of(comparison.plain), []
         own = b"".join(content for _, content in prints)
-        compared = meeting.compared
-        if self.exchanges.departure:
-            compared = {**compared, "left the list of exchanges": self.exchanges.departure}
+        compared = comparison.compared
+        if self.exchanges.divergence:
+            compared = {**compared, "left the list of exchanges": self.exchanges.divergence}
         try:
-            payloads = handshake.all_gather(meeting.what, compared, own + payload, group=self.group)
+            payloads = handshake.all_gather(comparison.what, compared, own + payload, group=self.group)
             self._refuse_other_plain([tensor for tensor, _ in prints], payloads)
         except Exception:
             self.exchanges.stop()
@@ -310,7 +312,7 @@ class RowsCall:
         compared = {"exchanges": len(self.exchanged), "on a device": len(met), **(must_match or {})}
         if self.exchanges.have_some_left():
             compared["a rank has left the list of exchanges"] = "yes"
-        payloads = self._handshake(self.meeting("result", lines, compared), prints + payload)
+        payloads = self._handshake(self.comparison("result", lines, compared), prints + payload)
         self._refuse_other_plain([tensor for tensor, _ in met], payloads)
         self.exchanges.store()
         return [sent[len(prints) :] for sent in payloads]
@@ -345,7 +347,7 @@ class RowsCall:
     def count(self, rows: int, operator: str) -> tuple[int, ...]:
         """Return the numbers of rows of all ranks. Communication: one handshake."""
         line = line_of_loss()
-        payloads = self.meet(self.meeting(f"rows of {operator}", line, {}), rows.to_bytes(8, "little"))
+        payloads = self.meet(self.comparison(f"rows of {operator}", line, {}), rows.to_bytes(8, "little"))
         self.exchanged.append(Exchanged("counts", operator, line, 1))
         return tuple(int.from_bytes(sent, "little") for sent in payloads)
 

@@ -119,12 +119,12 @@ class SharedExchange:
         made the same exchange, only its sums.
         """
         gradient = "gradient of " if self.parts[0].place.in_backward else ""
-        meeting = self.call.meeting(
+        comparison = self.call.comparison(
             gradient + self.operators(), self.lines(), {**self.must_match(), **(operations or {})}
         )
-        found = self.call.listed_sums(meeting, self.own())
+        found = self.call.listed_sums(comparison, self.own())
         if found is None:
-            return self.values(self.call.meet(meeting, self.payload(), self.own()))
+            return self.values(self.call.meet(comparison, self.payload(), self.own()))
         self.note()
         return found
 

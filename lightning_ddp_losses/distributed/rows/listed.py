@@ -126,7 +126,7 @@ class ExchangeList:
 
     Attributes:
         digest: Digest of the lists that this rank has recorded for this signature. ``NO_LIST`` if there are none.
-        departure: Where this rank has left the list while other ranks followed it, in words. Empty otherwise.
+        divergence: Where this rank has left the list while other ranks followed it, in words. Empty otherwise.
     """
 
     def __init__(self, signature: str, group: Group) -> None:
@@ -147,7 +147,7 @@ class ExchangeList:
         self._has_left = False
         self._unread: list[Tensor] = []
         self.digest = self._lists.digest
-        self.departure = ""
+        self.divergence = ""
 
     # ------------------------------------------------------------------ begin and end of the call
 
@@ -260,9 +260,9 @@ class ExchangeList:
             flags = self._unread.pop().tolist()
             if is_first and flags[0] == 0:
                 return
-            if not self.departure:
+            if not self.divergence:
                 place = len(self._exchanges) + 1
-                self.departure = f"before exchange {place}, {', '.join(listed.text.splitlines()[:2])}"
+                self.divergence = f"before exchange {place}, {', '.join(listed.text.splitlines()[:2])}"
 
     def _make_way(self) -> None:
         """Leave the list before a handshake, unless the other ranks also begin one: it is of this list, or of another operation."""
@@ -298,15 +298,15 @@ class ExchangeList:
         flags = torch.zeros(_FLAG_BYTES, dtype=torch.uint8)
         flags[0], flags[1] = stays, has_left
         message = torch.cat([flags, *(as_bytes(part) for part in parts)])
-        everyone, work = start_gather(message, group=self._channel.group)
+        gathered, work = start_gather(message, group=self._channel.group)
         with self._naming_lost_peers(listed):
             wait(work)
-        if self._is_left(everyone[:, :2].sum(0)):
+        if self._is_left(gathered[:, :2].sum(0)):
             return None
         found, start = [], _FLAG_BYTES
         for form in listed.forms:
             stop = start + form.num_bytes
-            sent = everyone[:, start:stop].contiguous().view(-1).view(form.dtype).view(len(everyone), *form.shape)
+            sent = gathered[:, start:stop].contiguous().view(-1).view(form.dtype).view(len(gathered), *form.shape)
             if form.kind == SUM:
                 sent = sent.sum(0, dtype=wide_dtype(form.dtype)).to(form.dtype)
             found.append(sent)

@@ -257,4 +257,4 @@ def _meet(place: Place, what: str, form: str, payload: bytes = b"") -> list[byte
     gradient = "gradient of " if place.in_backward else ""
     must_match: dict[str, object] = {"of": form, "exchanges before": len(place.call.exchanged)}
     call = place.call
-    return call.meet(call.meeting(f"{gradient}{what} ({place.operator})", place.line, must_match), payload)
+    return call.meet(call.comparison(f"{gradient}{what} ({place.operator})", place.line, must_match), payload)
