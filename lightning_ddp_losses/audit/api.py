@@ -67,8 +67,8 @@ def audit(
         deterministic: Use only deterministic algorithms.
         randomness: ``"global"``: training steps on the ranks draw the random numbers that one process draws (dropout, noise), under any
             strategy. A draw for which this is impossible is an error that names operator and line. ``"by_row"``: the same, with the numbers
-            of that option in the one process too. ``"rank"``: each rank draws from its own
-            generators, and the report states whether that explains the difference. If None, the strategy's option is used.
+            of that option in the one process too. ``"rank"``: each rank draws from its own generators, and the report states whether
+            that explains the difference. If None, the strategy's option is used.
         without: Parts to switch off in both runs: ``"batch_norm"``, ``"precision"``, ``"uneven"``.
         ckpt_path: Checkpoint to start from.
         timeout_seconds: Time limit of each run.

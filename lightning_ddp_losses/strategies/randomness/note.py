@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -10,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import listed
 from lightning_ddp_losses.randomness.layers import layers_that_drop
-from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
+from lightning_ddp_losses.randomness.shared_states import device_of_draws, digest_of, torch_states
 from lightning_ddp_losses.strategies.fit_part import FitPart
 
 
@@ -28,8 +27,7 @@ class DropoutNote(FitPart):
         """Log a note on rank 0. Communication: one handshake, if a layer drops and there are two ranks or more."""
         if not self._layers or process_groups.world_size() == 1:
             return
-        state = torch_states(device_of_draws())
-        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+        digest = digest_of({"torch": torch_states(device_of_draws())})
         digests = handshake.all_gather_between_steps("random numbers of layers that drop", {}, digest)
         which = "different masks on each rank"
         if len(set(digests)) == 1:
