@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from types import FrameType
 from typing import Any, cast
 
@@ -24,8 +23,3 @@ def metric_of_frame(frame: FrameType) -> Any:
     code = frame.f_code
     is_gathering = code.co_name == "_sync_dist" and code.co_filename.endswith(os.path.join("torchmetrics", "metric.py"))
     return frame.f_locals.get("self") if is_gathering else None
-
-
-def recorded_statistics(module: Any) -> Collection[str]:
-    """Return the attributes that record a loss's, miner's or distance's last batch."""
-    return cast("Collection[str]", getattr(module, "_record_these_stats", ()))

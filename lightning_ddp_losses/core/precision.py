@@ -63,11 +63,6 @@ class CallTensors:
         modules = modules_of(module)
         return cls(inputs.tensors_in((args, kwargs)), modules, parameters_in(modules))
 
-    def are_on_one_device(self, others: Iterable[Tensor] = ()) -> bool:
-        """Return whether all tensors with a dimension, all parameters and the given other tensors are on one device."""
-        devices = {tensor.device for tensor in self.given if tensor.ndim}
-        return len(devices.union(tensor.device for tensor in (*self.parameters, *others))) < 2
-
 
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
     """Return whether a call already computes in ``dtype``: no autocast, no low default dtype, no floating-point tensor of another dtype."""
