@@ -375,12 +375,19 @@ def _write(target: GlobalRows, value: Any) -> None:
 
 
 def _set_masked(rows: GlobalRows, index: GlobalRows, value: Any) -> None:
-    """Write numbers, or one row that is equal for all rows, where a mask is true."""
+    """Write numbers, one row that is equal for all rows, or rows that the same mask has selected, where a mask is true."""
     is_mask = index._local.dtype == torch.bool and rows._dim == 0 and index._dim == 0
     is_aligned = is_mask and index._counts == rows._counts and rows._shape[: index._ndim] == index._shape
-    if not is_aligned or isinstance(value, GlobalRows):
+    if not is_aligned:
         raise write_error("__setitem__")
-    if isinstance(value, Tensor):
+    if isinstance(value, GlobalRows):
+        selected = rows._call.count(int(index._local.sum()), "mask")
+        is_of_selected = value._dim == 0 and value._ndim == rows._ndim - index._ndim + 1
+        # other counts would write a row of one rank into a row of another one
+        if not is_of_selected or value._counts != selected:
+            raise write_error("__setitem__")
+        value = value._local
+    elif isinstance(value, Tensor):
         if value.ndim > rows._ndim - index._ndim:  # one value per selected position, ordered over all ranks
             raise write_error("__setitem__")
         value = share(rows._call, value, "__setitem__")
