@@ -2,9 +2,9 @@
 
 Value and gradient are compared first. Counted: collectives, and the bytes that a rank hands to them, on 2 and on 8 ranks; floating-point
 operations of matrix products, and the numbers that operators write, as shares of the gather's. On W ranks a formula of products takes at
-least 1 / W of their time. Timed: forward and backward on 2 ranks, in turns in the same processes, the gather twice (A/A); medians, the least
-of all rounds and the least processor time, which other work on the machine disturbs less. Last the price of an operator: what one more costs
-on rows of all ranks, forward and backward, divided by what it costs on a plain tensor.
+least 1 / W of their time. Timed: forward and backward on 2 ranks, in turns in the same processes, the gather twice (A/A); medians, the
+least of all rounds and the least processor time, which other work on the machine disturbs less. Last the price of an operator: what one
+more costs on rows of all ranks, forward and backward, divided by what it costs on a plain tensor.
 """
 
 from __future__ import annotations
