@@ -39,7 +39,7 @@ from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import host_bytes, tensor_of_bytes
-from lightning_ddp_losses.distributed.rows.listed import ExchangeList, digest_of
+from lightning_ddp_losses.distributed.rows.listed import ExchangeList, exchange_digest
 from lightning_ddp_losses.distributed.user_line import callers, package_of, shown_line
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
@@ -322,7 +322,7 @@ class RowsCall:
         if not self.exchanges.contains_last():
             return None
         on_host = self._plain.on_host + _fingerprints_of(end.comparison.plain)
-        digest = digest_of(b"".join([end.prints, *(content for _, content in on_host)]))
+        digest = exchange_digest(b"".join([end.prints, *(content for _, content in on_host)]))
         found = self.exchanges.sums(end.comparison.text, parts, digest)
         if found is not None:
             self.exchanges.store()

@@ -118,10 +118,10 @@ class _Lists:
                 del self.by_rows[oldest], self._digests[oldest]
             texts = [f"{each.text}\n{_text_of(each.forms)} {each.is_small}" for each in exchanges]
             self.by_rows[rows] = tuple(exchanges)
-            self._digests[rows] = digest_of("\n\n".join(texts).encode())
+            self._digests[rows] = exchange_digest("\n\n".join(texts).encode())
         self.digest = NO_LIST
         if self.by_rows:
-            self.digest = digest_of(b"".join(rows + digest for rows, digest in self._digests.items()))
+            self.digest = exchange_digest(b"".join(rows + digest for rows, digest in self._digests.items()))
 
 
 class ExchangeList:
@@ -428,7 +428,7 @@ def _flags_of(sums: Tensor, world_size: int) -> Tensor:
     return flags
 
 
-def digest_of(content: bytes) -> bytes:
+def exchange_digest(content: bytes) -> bytes:
     """Return a digest of some content."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
