@@ -1,9 +1,10 @@
 """Formulas over all rows: `GlobalBatchLoss` with rows that stay on their rank (`mode="rows"`) beside a gather (`"replicated"`).
 
-Value and gradient are compared first. Counted: collectives, and the bytes that a rank hands to them, on 2 and on 8 ranks. Timed: forward
-and backward on 2 ranks, in turns in the same processes, the gather twice (A/A); medians, and the least of all rounds, which other work on
-the machine disturbs less. Last the price of an operator: what one more costs on rows of all ranks, forward and backward, divided by what it
-costs on a plain tensor.
+Value and gradient are compared first. Counted: collectives, and the bytes that a rank hands to them, on 2 and on 8 ranks; floating-point
+operations of matrix products, and the numbers that operators write, as shares of the gather's. On W ranks a formula of products takes at
+least 1 / W of their time. Timed: forward and backward on 2 ranks, in turns in the same processes, the gather twice (A/A); medians, the
+least of all rounds and the least processor time, which other work on the machine disturbs less. Last the price of an operator: what one
+more costs on rows of all ranks, forward and backward, divided by what it costs on a plain tensor.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.interleave import time_in_turns
 from benchmarks.ranks import run_ranks
@@ -66,6 +70,26 @@ FORMULAS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Tensor]]]]
 }
 
 
+class Work(TorchDispatchMode):
+    """Counts what operators compute.
+
+    Attributes:
+        products: Floating-point operations of matrix products.
+        numbers: Numbers that operators write.
+    """
+
+    products = numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.mm:
+            rows, inner = args[0].shape
+            self.products += 2 * rows * inner * args[1].shape[1]
+        if func.namespace != "c10d" and not func.is_view:
+            self.numbers += sum(each.numel() for each in tree_leaves(result) if isinstance(each, Tensor))
+        return result
+
+
 class Contestant:
     """One formula on this rank's rows, in one mode."""
 
@@ -90,17 +114,33 @@ class Contestant:
 
 def counted(formula: str, rows: int) -> Row:
     """Collectives and bytes of a step in both modes, and how far value and gradient are apart."""
-    found, counts = [], []
+    found, counts, work = [], [], []
     for mode in MODES:
         contestant = Contestant(formula, mode, rows)
-        contestant.step()  # the second call knows how much rides in a handshake
+        contestant.step()  # the second call knows how much rides in a handshake, and the third one what the second one has listed
+        contestant.step()
         with CountCollectives() as counter:
             value = contestant.step()
         found.append((value, contestant.grads()))
         counts.append((len(counter.names), counter.num_bytes))
+        with Work() as counted_work:
+            contestant.step()
+        work.append(counted_work)
     (truth, truth_grads), (value, grads) = found
     off = max(float((value - truth).abs() / truth.abs()), float((grads - truth_grads).norm() / truth_grads.norm()))
-    return {"off": off, "counts": counts}
+    theirs, ours = work
+    shares = {
+        "share_of_products": ours.products / theirs.products if theirs.products else None,
+        "share_of_numbers": ours.numbers / theirs.numbers,
+    }
+    return {"off": off, "counts": counts, "shares": shares}
+
+
+def timed_step(contestant: Contestant, costs: list[float]) -> None:
+    """A step, whose processor time is appended."""
+    before = time.process_time()
+    contestant.step()
+    costs.append(time.process_time() - before)
 
 
 def on_two_ranks(
@@ -113,8 +153,11 @@ def on_two_ranks(
             rows = global_batch // dist.get_world_size()
             counts = counted(formula, rows)
             contestants = [Contestant(formula, mode, rows) for mode in ("replicated", "replicated", "rows")]
-            times = time_in_turns([each.step for each in contestants], rounds, seconds, warm_up=1, least=3)
-            found[formula, global_batch] = counts, times
+            used: list[list[float]] = [[] for _ in contestants]
+            steps = [partial(timed_step, each, costs) for each, costs in zip(contestants, used, strict=True)]
+            times = time_in_turns(steps, rounds, seconds, warm_up=2, least=4)
+            theirs, ours = min(*used[0], *used[1]), min(used[2])
+            found[formula, global_batch] = {**counts, "processor_ms": (theirs * 1e3, ours * 1e3)}, times
     return found, prices(10 * rounds)
 
 
@@ -127,6 +170,7 @@ def row_of_times(formula: str, global_batch: int, answers: list[tuple[Row, list[
     """Counts and times of one formula on 2 ranks."""
     both = list(zip(*(times for _, times in answers), strict=True))
     theirs, again, ours = ([max(rank[i] for rank in ranks) for ranks in both] for i in range(3))
+    their_work, our_work = (max(counts["processor_ms"][i] for counts, _ in answers) for i in range(2))
     return {
         "table": "Forward and backward on 2 ranks, slowest rank",
         "loss": formula,
@@ -138,6 +182,10 @@ def row_of_times(formula: str, global_batch: int, answers: list[tuple[Row, list[
         "least_gather_ms": min(*theirs, *again),
         "least_rows_ms": min(ours),
         "ratio_of_least": min(ours) / min(*theirs, *again),
+        "processor_gather_ms": their_work,
+        "processor_rows_ms": our_work,
+        "ratio_of_processor": our_work / their_work,
+        **answers[0][0]["shares"],
         **_counts_of(answers[0][0]["counts"]),
         **_equality_of([counts["off"] for counts, _ in answers]),
     }

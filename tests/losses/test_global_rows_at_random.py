@@ -92,6 +92,14 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "zeroed": lambda a, b, w: write(a, lambda z: z[:, 0].zero_()),
     "set": lambda a, b, w: write(a, lambda z: z.__setitem__((slice(None), 1), b[:, 2])),
     "set where": lambda a, b, w: write(a, lambda z: z.__setitem__(b > 0, 0.5)),
+    "set selected rows": lambda a, b, w: write(a, lambda z: z.__setitem__(b[:, 0] > 0, z[b[:, 0] > 0] * 2)),
+    "set other rows": lambda a, b, w: write(a, lambda z: z.__setitem__(a[:, 1] > -5, b[b[:, 0] > -5])),
+    "set numbers": lambda a, b, w: write(a, lambda z: z.__setitem__(b > 0, b[b > 0].exp())),
+    "set a column of rows": lambda a, b, w: write(a, lambda z: z.__setitem__((b[:, 0] > 0, 1), 0.5)),
+    "set columns of rows": lambda a, b, w: write(
+        a, lambda z: z.__setitem__((b[:, 0] > 0, slice(2)), b[b[:, 0] > 0, 2:])
+    ),
+    "a column of rows": lambda a, b, w: a - a[b[:, 0] > -5, 1].mean(),
     "set some rows": lambda a, b, w: write(a, lambda z: z.__setitem__(slice(1, 3), 0.5)),
     "set a row": lambda a, b, w: write(a, lambda z: z.__setitem__(0, 0.5)),
     "added": lambda a, b, w: write(a, lambda z: z.add_(b.mean(0)).mul_(w[0])),

@@ -89,7 +89,7 @@ BY_HAND: dict[str, list[int]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_as_many_numbers_as_counted_by_hand(pool: RankPool, world_size: int) -> None:
     for name, numbers in BY_HAND.items():
         for found in pool.run(world_size, exchanged, name):

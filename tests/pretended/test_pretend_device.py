@@ -144,6 +144,10 @@ def test_two_ranks(tmp_path: Path) -> None:
         for rank, found in enumerate(ranks):
             # an index beyond a rank's own rows would be a row of another
             assert "rank 1: 1 to 256 for 256 rows" in found.pop("refusal")
+            # the call in which a rank leaves its list is an error that names the line; the others are exact
+            departures = found.pop("departures")
+            calls = [departures[place : place + 5] for place in range(0, 15, 5)]
+            assert all(each[2] == "True" and len({each[0], each[1], each[3], each[4]}) == 1 for each in calls), calls
             assert set(found) == set(worlds.WORLDS)
             for name, (bound, waits_over_gloo) in worlds.WORLDS.items():
                 # over gloo copies to the host and back are launches and uploads more

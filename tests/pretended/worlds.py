@@ -27,13 +27,16 @@ from lightning_ddp_losses import (
     GlobalBatchLoss,
     GlobalBatchMiner,
     InputError,
+    RankMismatchError,
     SigLipLoss,
     SyncBatchNorm,
     accumulation_window,
     differentiable,
     global_mean,
+    global_rows,
 )
 from lightning_ddp_losses.core.inputs import map_tensors
+from tests.losses.test_listed_exchanges import barlow, vicreg
 from tests.pretended import backend, ranks
 from tests.pretended.devices import Counting, Device
 from tests.pretended.fits import handshakes
@@ -138,11 +141,17 @@ def contrastive(**options: bool) -> nn.Module:
     return pml.ContrastiveLoss(reducer=reducers.AvgNonZeroReducer(**options))
 
 
+def formula(function: Callable[..., Tensor]) -> Callable[[], nn.Module]:
+    """Makes a loss whose rows stay on their rank. From the second call on, its sums need no handshake."""
+    return lambda: GlobalBatchLoss(function, mode="rows")
+
+
 # At 256 rows x 32 on each of two ranks, from the third call on: as NCCL, and the waits over gloo, through which all travels by the host.
 # A window is two micro-batches with their backward. Our waits as NCCL: Circle's list of pairs (a list's length is known to the host); what
 # a miner names, of which this rank's positives, its negatives and each row's are counted, tuples of one rank are looked at, and in row
 # tiles whether all ranks have enough; once a micro-batch how many targets a cross entropy counts, which the host divides by; and what
-# `collect_stats` records, which is numbers of the host. All others are PML's and torchmetrics' own.
+# `collect_stats` records, which is numbers of the host; and a formula's plain tensors and whether a rank has left its list, at its end. All
+# others are PML's and torchmetrics' own.
 WORLDS: dict[str, tuple[Bound, int]] = {
     "SupCon, tiles": (Bound(by_rows(pml.SupConLoss), pairs_of_rows, 71, 0, 0, messages=2), 4),
     "NTXent, tiles": (Bound(by_rows(pml.NTXentLoss), pairs_of_rows, 89, 0, 0), 4),
@@ -175,6 +184,8 @@ WORLDS: dict[str, tuple[Bound, int]] = {
     "SigLIP": (Bound(SigLipLoss, two_towers, 57, 0, 0, messages=2), 3),
     "CLIP, ring": (Bound(lambda: ClipLoss(gather="ring"), two_towers, 135, 0, 0), 5),
     "SigLIP, ring": (Bound(lambda: SigLipLoss(gather="ring"), two_towers, 74, 0, 0), 4),
+    "VICReg, a formula": (Bound(formula(vicreg), two_towers, 134, 2, 3, own_waits=2, messages=2), 6),
+    "Barlow, a formula": (Bound(formula(barlow), two_towers, 201, 2, 3, own_waits=2, messages=2), 6),
     "batch norm": (Bound(batch_norm, lambda: (rows(),), 51, 0, 0), 2),
     "MeanSquaredError": (Bound(squared_error, two_columns, 25, 0, 0), 1),
     "PearsonCorrCoef": (Bound(pearson, two_columns, 331, 10, 0), 11),
@@ -228,10 +239,42 @@ def _refusal(device: Device) -> str:
     return "nothing"
 
 
+def _steps_but(place: int, rows: Tensor) -> Tensor:
+    """Three sums in turn. Before the one of this number the formula reads another sum."""
+
+    def leave(number: int) -> None:
+        if number == place:
+            rows.sum().item()
+
+    leave(0)
+    centred = rows - rows.mean(0)
+    leave(1)
+    scaled = centred / (1 + centred.square().mean(0))
+    leave(2)
+    return (scaled.T @ scaled).square().mean()
+
+
+def _departures(device: Device) -> list[str]:
+    """Lets rank 1 leave a formula's list in the third call, at each of its places. Returns values, and whether the error names the line."""
+    found = []
+    for place in range(3):
+        for call in range(5):
+            steps = partial(_steps_but, place if call == 2 and dist.get_rank() == 1 else -1)
+            rows = device.to_device(two_towers()[0].detach()[: ROWS // WORLD])
+            try:
+                value = global_rows(steps, rows, name=f"departure {place}")
+                outcome = f"{float(device.to_host(value)):.5g}"
+            except RankMismatchError as error:
+                outcome = f"{'rows.sum().item()' in str(error)}"
+            found.append(outcome)
+    return found
+
+
 def _as_rank(device: Device, rank: int) -> dict[str, Any]:
     """Returns by name what this rank found."""
     found: dict[str, Any] = {name: asdict(_measured(device, name)) for name in WORLDS}
     found["refusal"] = _refusal(device)
+    found["departures"] = _departures(device)
     return found
 
 

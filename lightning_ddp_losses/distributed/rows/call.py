@@ -39,7 +39,7 @@ from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import host_bytes, tensor_of_bytes
-from lightning_ddp_losses.distributed.rows.listed import ExchangeList
+from lightning_ddp_losses.distributed.rows.listed import ExchangeList, exchange_digest
 from lightning_ddp_losses.distributed.user_line import callers, package_of, shown_line
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
@@ -110,6 +110,20 @@ class Comparison(NamedTuple):
     def text(self) -> str:
         """The operation and the values, one per line."""
         return "\n".join([self.what, *(f"{name}={value}" for name, value in self.compared.items())])
+
+
+class EndOfCall(NamedTuple):
+    """What ranks compare at the end of a formula.
+
+    Attributes:
+        comparison: The result, and everything since the last exchange.
+        on_device: The plain tensors on an accelerator that were combined with rows.
+        prints: Their fingerprints.
+    """
+
+    comparison: Comparison
+    on_device: list[Tensor]
+    prints: bytes
 
 
 class PlainTensors:
@@ -286,15 +300,43 @@ class RowsCall:
             raise
         return [sent[len(own) :] for sent in payloads]
 
-    def meet_at_end(
-        self, lines: str = "", must_match: dict[str, object] | None = None, payload: bytes = b""
-    ) -> list[bytes]:
-        """Begin the exchange at the end of the formula, which also compares the plain tensors on an accelerator. Collective.
+    def comparison_at_end(self, lines: str = "", must_match: dict[str, object] | None = None) -> EndOfCall:
+        """Return what ranks compare at the end of the formula. The host waits for an accelerator.
 
         Args:
             lines: Lines of the sums that are part of this exchange.
             must_match: Properties of these sums that must be equal on all ranks.
-            payload: This rank's parts of the sums.
+        """
+        met, self._plain.on_device = self._plain.on_device, []
+        prints = b""
+        if met:
+            prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
+        compared = {"exchanges": len(self.exchanged), "on a device": len(met), **(must_match or {})}
+        return EndOfCall(self.comparison("result", lines, compared), [tensor for tensor, _ in met], prints)
+
+    def listed_at_end(self, end: EndOfCall, parts: Sequence[tuple[Tensor, str]]) -> list[Tensor] | None:
+        """Return the combined parts of all ranks if the list of exchanges contains the one at the end. If None, ranks must meet.
+
+        Communication: ``ExchangeList.sums``.
+        """
+        if not self.exchanges.contains_last():
+            return None
+        on_host = self._plain.on_host + _fingerprints_of(end.comparison.plain)
+        digest = exchange_digest(b"".join([end.prints, *(content for _, content in on_host)]))
+        found = self.exchanges.sums(end.comparison.text, parts, digest)
+        if found is not None:
+            self.exchanges.store()
+        return found
+
+    def meet_at_end(
+        self, end: EndOfCall, payload: bytes = b"", parts: Sequence[tuple[Tensor, str]] = ()
+    ) -> list[bytes]:
+        """Begin the exchange at the end of the formula, which also compares the plain tensors on an accelerator. Collective.
+
+        Args:
+            end: What ranks compare.
+            payload: This rank's parts of the sums that are sent in the handshake.
+            parts: This rank's parts of all sums, and how each is combined.
 
         Returns:
             The payloads of all ranks.
@@ -302,20 +344,18 @@ class RowsCall:
         Raises:
             RankMismatchError: on every rank, if the number of exchanges, results or plain tensors differ.
 
-        Communication: one handshake. The host waits for an accelerator.
+        Communication: one handshake.
         """
-        met, self._plain.on_device = self._plain.on_device, []
-        prints = b""
-        if met:
-            prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
+        comparison = end.comparison
+        text = comparison.text
         self.exchanges.before_handshake("")
-        compared = {"exchanges": len(self.exchanged), "on a device": len(met), **(must_match or {})}
         if self.exchanges.have_some_left():
-            compared["a rank has left the list of exchanges"] = "yes"
-        payloads = self._handshake(self.comparison("result", lines, compared), prints + payload)
-        self._refuse_other_plain([tensor for tensor, _ in met], payloads)
+            comparison.compared["a rank has left the list of exchanges"] = "yes"
+        payloads = self._handshake(comparison, end.prints + payload)
+        self._refuse_other_plain(end.on_device, payloads)
+        self.exchanges.record_last(text, parts)
         self.exchanges.store()
-        return [sent[len(prints) :] for sent in payloads]
+        return [sent[len(end.prints) :] for sent in payloads]
 
     def _refuse_other_plain(self, tensors: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
         """Reject plain tensors whose values differ between the ranks. All ranks reach the same result.

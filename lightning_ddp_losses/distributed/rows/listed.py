@@ -11,7 +11,11 @@ all of them left for the same exchange (a branch on a global value), and the new
 their lines. On an accelerator only ranks that leave read the numbers immediately, since reading waits for the device. If some ranks leave,
 they take part in the remaining exchanges of the list with zeros, and all ranks raise the error at the end of the call.
 
-Exchanges of rows and counts, and of backward, always begin with a handshake.
+The exchange at the end of the call is in the list if its sums are too large for its handshake. It then also compares a digest of the plain
+tensors that were combined with rows. If the digests differ, all ranks repeat it with a handshake, which names the tensor.
+
+Exchanges of rows and counts, and of backward, always begin with a handshake. (Sums of backward are mostly small and sent in theirs, and a
+list would have to be followed until an unknown time, because ranks may skip backward or repeat it.)
 """
 
 from __future__ import annotations
@@ -74,11 +78,13 @@ class Listed(NamedTuple):
         text: What ranks compare in its handshake.
         forms: What a rank sends. Empty if the exchange begins with a handshake in every call.
         is_small: Whether the parts are gathered on the CPU, which takes less time than adding them.
+        is_last: Whether it is the exchange at the end of the call, which also compares a digest.
     """
 
     text: str
     forms: tuple[Form, ...] = ()
     is_small: bool = False
+    is_last: bool = False
 
     @property
     def is_on_host(self) -> bool:
@@ -93,12 +99,13 @@ class _Lists:
         by_rows: The lists.
         digest: Digest of all lists.
         times_left: Number of successive calls that have left their list.
+        times_last_left: Number of successive calls that have left it in the exchange at their end.
     """
 
     def __init__(self) -> None:
         self.by_rows: dict[bytes, tuple[Listed, ...]] = {}
         self.digest = NO_LIST
-        self.times_left = 0
+        self.times_left = self.times_last_left = 0
         self._digests: dict[bytes, bytes] = {}
 
     def store(self, rows: bytes, exchanges: Sequence[Listed]) -> None:
@@ -111,10 +118,10 @@ class _Lists:
                 del self.by_rows[oldest], self._digests[oldest]
             texts = [f"{each.text}\n{_text_of(each.forms)} {each.is_small}" for each in exchanges]
             self.by_rows[rows] = tuple(exchanges)
-            self._digests[rows] = _hash("\n\n".join(texts).encode())
+            self._digests[rows] = exchange_digest("\n\n".join(texts).encode())
         self.digest = NO_LIST
         if self.by_rows:
-            self.digest = _hash(b"".join(rows + digest for rows, digest in self._digests.items()))
+            self.digest = exchange_digest(b"".join(rows + digest for rows, digest in self._digests.items()))
 
 
 class ExchangeList:
@@ -144,7 +151,8 @@ class ExchangeList:
         self._exchanges: list[Listed] = []
         self._is_open = True
         self._is_followed = False
-        self._has_left = False
+        self._has_left = self._has_left_last = False
+        self._have_some_left = False
         self._unread: list[Tensor] = []
         self.digest = self._lists.digest
         self.divergence = ""
@@ -179,11 +187,13 @@ class ExchangeList:
 
     def store(self) -> None:
         """Record the exchanges of this call as the list of the next one. Called at the end of a call without an error."""
+        lists = self._lists
         if self._is_followed:
-            self._lists.times_left = 0
+            lists.times_left = lists.times_last_left = 0
             return
-        self._lists.times_left += self._has_left
-        self._lists.store(self._rows, self._exchanges)
+        lists.times_last_left += self._has_left_last
+        lists.times_left += self._has_left and not self._has_left_last
+        lists.store(self._rows, self._exchanges)
 
     def stop(self) -> None:
         """Stop following the list after an error that all ranks raise."""
@@ -192,16 +202,24 @@ class ExchangeList:
     def have_some_left(self) -> bool:
         """Return whether some ranks have left the list. Waits for an accelerator if there were sums on it."""
         unread, self._unread = self._unread, []
-        return bool(unread) and bool((torch.stack(unread)[:, 1] > 0).any())
+        if unread and bool((torch.stack(unread)[:, 1] > 0).any()):
+            self._have_some_left = True
+        return self._have_some_left
 
     # ------------------------------------------------------------------ exchanges
 
-    def sums(self, text: str, parts: Sequence[tuple[Tensor, str]]) -> list[Tensor] | None:
+    def contains_last(self) -> bool:
+        """Return whether the next exchange of the list is the one at the end of the call."""
+        listed = self._next()
+        return self._is_followed and listed is not None and listed.is_last
+
+    def sums(self, text: str, parts: Sequence[tuple[Tensor, str]], digest: bytes = NO_LIST) -> list[Tensor] | None:
         """Return the combined parts of all ranks if this is the next exchange of the list. None if a handshake is required.
 
         Args:
             text: What ranks compare.
             parts: This rank's parts, and how each is combined.
+            digest: Digest of what must be equal on all ranks. Only the last exchange compares it.
 
         Raises:
             PeerError: if a rank does not take part.
@@ -215,7 +233,10 @@ class ExchangeList:
         if listed is None or listed.text != text or listed.forms != forms:
             self.leave()
             return None
-        found = self._send(listed, [tensor for tensor, _ in parts], stays=1, has_left=0)
+        found = self._send(listed, [tensor for tensor, _ in parts], stays=1, has_left=0, digest=digest)
+        if listed.is_last and self.have_some_left():
+            self._stop_in(listed)
+            return None
         if found is not None:
             self._exchanges.append(listed)
         return found
@@ -229,6 +250,13 @@ class ExchangeList:
             return
         if listed is None or listed.text != text or listed.forms:
             self.leave()
+
+    def record_last(self, text: str, parts: Sequence[tuple[Tensor, str]]) -> None:
+        """Record the exchange at the end of the call, unless it consists of the handshake only, or mostly differs."""
+        self.record(text, parts)
+        listed = self._exchanges.pop()
+        if not listed.is_small and self._lists.times_last_left < _MOST_LEFT:
+            self._exchanges.append(listed._replace(is_last=True))
 
     def record(self, text: str, parts: Sequence[tuple[Tensor, str]] = ()) -> None:
         """Record an exchange that began with a handshake."""
@@ -248,8 +276,8 @@ class ExchangeList:
         """
         if not self._is_followed:
             return
-        self._is_followed, self._has_left = False, True
         remaining = self._expected[len(self._exchanges) :]
+        self._stop_in(self._next())
         for number, listed in enumerate(remaining):
             if not listed.forms:
                 return
@@ -278,7 +306,9 @@ class ExchangeList:
     # ------------------------------------------------------------------ collectives
 
     @torch.no_grad()
-    def _send(self, listed: Listed, parts: Sequence[Tensor], *, stays: int, has_left: int) -> list[Tensor] | None:
+    def _send(
+        self, listed: Listed, parts: Sequence[Tensor], *, stays: int, has_left: int, digest: bytes = NO_LIST
+    ) -> list[Tensor] | None:
         """Return the combined parts of all ranks, or None if a rank has left the list."""
         before, self._channel.before_message = self._channel.before_message, None
         try:
@@ -286,7 +316,8 @@ class ExchangeList:
                 self._channel.pending.finish()
             if listed.is_small:
                 return self._gather(listed, parts, stays, has_left)
-            return self._add(listed, parts, stays, has_left)
+            numbers = [stays, has_left, *(_numbers_of(digest) if listed.is_last else ())]
+            return self._add(listed, parts, numbers)
         except DDPLossError:
             self.stop()
             raise
@@ -313,8 +344,8 @@ class ExchangeList:
             start = stop
         return found
 
-    def _add(self, listed: Listed, parts: Sequence[Tensor], stays: int, has_left: int) -> list[Tensor] | None:
-        """Add parts of one dtype and device at a time. The first sum contains the flags."""
+    def _add(self, listed: Listed, parts: Sequence[Tensor], numbers_first: Sequence[int]) -> list[Tensor] | None:
+        """Add parts of one dtype and device at a time. The first sum begins with the flags and the numbers of the digest."""
         world_size, rank = process_groups.world_size(self._group), process_groups.rank(self._group)
         together: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, form in enumerate(listed.forms):
@@ -324,7 +355,7 @@ class ExchangeList:
         in_order = sorted(together.items(), key=lambda item: item[0][1].type == "cpu")
         for place, ((dtype, device), numbers) in enumerate(in_order):
             # 1. this rank's parts and flags
-            pieces = [torch.tensor([stays, has_left], dtype=wide_dtype(dtype), device=device)]
+            pieces = [torch.tensor(numbers_first, dtype=wide_dtype(dtype), device=device)]
             for number in numbers:
                 part = parts[number]
                 if listed.forms[number].kind == STACK:
@@ -337,13 +368,13 @@ class ExchangeList:
             with self._naming_lost_peers(listed):
                 add_over_ranks_(flat, self._group)
             if place == 0:
-                flags = flat[:2].clone()
+                flags = _flags_of(flat[: len(numbers_first)], world_size)
                 if listed.is_on_host and self._is_left(flags):
                     return None
                 if not listed.is_on_host:
-                    self._unread.append(flags.abs().float())
+                    self._unread.append(flags)
             # 3. the sum of each part
-            values = torch.split(flat[2:], [piece.numel() for piece in pieces[1:]])
+            values = torch.split(flat, [piece.numel() for piece in pieces])[1:]
             for number, value in zip(numbers, values, strict=True):
                 form = listed.forms[number]
                 shape = (world_size, *form.shape) if form.kind == STACK else form.shape
@@ -362,13 +393,43 @@ class ExchangeList:
 
     def _is_left(self, flags: Tensor) -> bool:
         """Return whether a rank has left the list. This rank then leaves it too, because all ranks have read the same flags."""
-        if not flags[1].abs() > 0:
+        if not flags[1] > 0:
             return False
-        self._is_followed, self._has_left = False, True
+        self._stop_in(self._next())
         return True
 
+    def _stop_in(self, listed: Listed | None) -> None:
+        """Stop following the list in this exchange of it, which this rank or another one has left."""
+        self._is_followed, self._has_left = False, True
+        self._has_left_last = listed is not None and listed.is_last
 
-def _hash(content: bytes) -> bytes:
+
+def _numbers_of(digest: bytes) -> list[int]:
+    """Return numbers of a digest whose sums over ranks show whether all are equal: its half bytes and their squares.
+
+    The sums of so small numbers are exact in float32 for up to 74,000 ranks.
+    """
+    halves = [half for byte in digest for half in divmod(byte, 16)]
+    return [*halves, *(half * half for half in halves)]
+
+
+def _flags_of(sums: Tensor, world_size: int) -> Tensor:
+    """Return how many ranks stay on the list, and how many have left it, (2,) float32. Digests that differ count as leaving.
+
+    Args:
+        sums: The flags and ``_numbers_of`` a digest, added over ranks. Without a digest there are two numbers.
+        world_size: The number of ranks.
+    """
+    flags = sums[:2].abs().float()
+    if len(sums) > 2:
+        halves, squares = sums[2:].abs().double().chunk(2)
+        # equal for equal numbers only (Cauchy and Schwarz)
+        flags[1] += (squares * world_size - halves.square()).abs().sum()
+    return flags
+
+
+def exchange_digest(content: bytes) -> bytes:
+    """Return a digest of some content."""
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 

@@ -329,11 +329,12 @@ def close_call(call: RowsCall) -> None:
     Raises:
         RankMismatchError: on every rank, if the number of exchanges or results, the sums, or the operators on them differ.
 
-    Communication: one handshake, and one sum per dtype for sums that do not fit into it. The host waits for an accelerator.
+    Communication: one handshake, and one sum per dtype for sums that do not fit into it. If the previous call has ended with the same sums
+        and these do not fit, only the sums. The host waits for an accelerator.
     """
     exchange = _Exchange(call)
     if not exchange.sums:
-        call.meet_at_end()
+        call.meet_at_end(call.comparison_at_end())
         return
     exchange.finish(exchange.run_at_end())
 
@@ -362,9 +363,14 @@ class _Exchange:
 
     def run_at_end(self) -> list[Tensor]:
         """Return the values of the sums, from the exchange at the end of the formula. Communication: ``close_call``."""
-        shared = self._shared
-        must_match = {**shared.must_match(), **self._operations()}
-        return shared.values(shared.call.meet_at_end(shared.lines(), must_match, shared.payload()))
+        shared, call = self._shared, self._shared.call
+        own = shared.own()
+        end = call.comparison_at_end(shared.lines(), {**shared.must_match(), **self._operations()})
+        found = call.listed_at_end(end, own)
+        if found is None:
+            return shared.values(call.meet_at_end(end, shared.payload(), own))
+        shared.note()
+        return found
 
     def _operations(self) -> dict[str, object]:
         """Return the operators on sums, which ranks compare."""

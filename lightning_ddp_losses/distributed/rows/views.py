@@ -20,7 +20,7 @@ from lightning_ddp_losses.distributed.rows.local import (
     operand_of,
     watch_memory,
 )
-from lightning_ddp_losses.distributed.rows.maps import share
+from lightning_ddp_losses.distributed.rows.maps import cut, share
 from lightning_ddp_losses.distributed.rows.nests import mapped
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, RULES, GlobalRows, Rule, name_of, rule, write_error
 
@@ -242,12 +242,30 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(index, GlobalRows) and index._local.dtype in (torch.int64, torch.int32):
             return index._same(rows_of_table(rows, index))
         return NO_RULE
+    rows, index = _with_mask(rows, index)
     if isinstance(index, GlobalRows):
         return _masked(rows, index)
     indices = _basic(index, rows._ndim)
     if indices is None:
         return NO_RULE
     return _basic_part(rows, indices)
+
+
+def _with_mask(rows: GlobalRows, index: Any) -> tuple[GlobalRows, Any]:
+    """Return the columns ``x[:, 1]`` and the mask for ``x[mask, 1]``, and a plain mask as rows. Other arguments are unchanged."""
+    mask, *others = index if isinstance(index, tuple) and index else (index,)
+    is_plain_mask = type(mask) is Tensor and mask.dtype == torch.bool and mask.ndim > 0 and rows._dim == 0
+    if is_plain_mask and mask.shape == rows._shape[: mask.ndim]:
+        mask = rows._same(cut(rows._call, mask, rows._counts, 0, "__getitem__"), 0)
+    if not isinstance(mask, GlobalRows):
+        return rows, index
+    if not others:
+        return rows, mask
+    is_mask = mask._local.dtype == torch.bool and mask._dim == 0 and rows._dim == 0
+    if not is_mask or not all(type(each) in (int, slice) for each in others):
+        return rows, index
+    columns = _basic_part(rows, _basic((*[slice(None)] * mask._ndim, *others), rows._ndim) or [])
+    return columns, mask
 
 
 def rows_of_table(table: Tensor, index: GlobalRows) -> Tensor:
@@ -354,6 +372,7 @@ def setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows, index, value = args
     if not isinstance(rows, GlobalRows):
         return NO_RULE
+    rows, index = _with_mask(rows, index)
     if isinstance(index, GlobalRows):
         return _set_masked(rows, index, value)
     indices = _basic(index, rows._ndim)
@@ -375,13 +394,29 @@ def _write(target: GlobalRows, value: Any) -> None:
 
 
 def _set_masked(rows: GlobalRows, index: GlobalRows, value: Any) -> None:
-    """Write numbers, or one row that is equal for all rows, where a mask is true."""
+    """Write a value for each selected place, or one for all of them, where a mask is true."""
     is_mask = index._local.dtype == torch.bool and rows._dim == 0 and index._dim == 0
     is_aligned = is_mask and index._counts == rows._counts and rows._shape[: index._ndim] == index._shape
-    if not is_aligned or isinstance(value, GlobalRows):
+    if not is_aligned:
         raise write_error("__setitem__")
     if isinstance(value, Tensor):
-        if value.ndim > rows._ndim - index._ndim:  # one value per selected position, ordered over all ranks
-            raise write_error("__setitem__")
-        value = share(rows._call, value, "__setitem__")
+        value = _values_of_selected(rows, index, value)
     rows._local[index._local] = value
+
+
+def _values_of_selected(rows: GlobalRows, mask: GlobalRows, value: Tensor) -> Tensor:
+    """Return this rank's part of the values that are written where a mask is true.
+
+    Communication: one handshake if there is a value for each selected place.
+    """
+    call, ndim_of_place = rows._call, rows._ndim - mask._ndim
+    if value.ndim <= ndim_of_place and not isinstance(value, GlobalRows):
+        return share(call, value, "__setitem__")
+    selected = call.count(int(mask._local.sum()), "mask")
+    if value.ndim == ndim_of_place + 1:
+        # other counts would write a row of one rank into a row of another one
+        if isinstance(value, GlobalRows) and value._dim == 0 and value._counts == selected:
+            return value._local
+        if type(value) is Tensor and value.shape[0] == sum(selected):
+            return cut(call, value, selected, 0, "__setitem__")
+    raise write_error("__setitem__")

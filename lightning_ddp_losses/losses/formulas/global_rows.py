@@ -68,11 +68,12 @@ def global_rows(
         One handshake before the formula and one after it. The host waits for an accelerator in the second one. Sums over rows are
         exchanged together when a value is needed (an operand of rows, a number on the host, a branch): in one handshake, or in the
         one after the formula. The handshake contains them if they are few numbers on the CPU. Otherwise an all-reduce follows. If the
-        previous call with as many rows has exchanged the same sums before the end of the formula, they do not need a handshake, but
-        only a gather of few numbers on the CPU, or an all-reduce. Dice takes two handshakes. VICReg takes four in its first call, and
-        later two, and two exchanges without one. All ranks must read the same sums: printing one on rank 0 only is an error. Rows are
-        gathered if rows are compared with rows, and for an operator without a rule. Backward takes one sum for each plain tensor that
-        was combined with rows (a mean that is subtracted). Sums over rows do not communicate in backward.
+        previous call with as many rows has exchanged the same sums, they do not need a handshake, but only a gather of few numbers on
+        the CPU, or an all-reduce. (Few numbers on the CPU at the end of the formula are sent in its handshake in each call.) Dice takes
+        two handshakes. VICReg of 128 features takes four in its first call, and later one, and three exchanges without one. All ranks must
+        read the same sums: printing one on rank 0 only is an error. Rows are gathered if rows are compared with rows, and for an operator
+        without a rule. Backward takes one sum for each plain tensor that was combined with rows (a mean that is subtracted). Sums over rows
+        do not communicate in backward.
 
     Raises:
         InputError: on every rank, for a result that still has rows, for reading memory (``data_ptr``, dlpack), and for a write in place
