@@ -19,7 +19,7 @@ from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLo
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.lightning_ranks import QUIET, make_trainer
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, assert_close, own, parity
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
@@ -75,33 +75,24 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(7, 3, generator=generator).double(), torch.rand(7, 2, generator=generator).double()
 
 
-def trained(kind: str, part: slice | None, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The value and the gradients, of all ranks or of one process."""
+def play(place: Place, kind: str, options: dict[str, Any]) -> Found:
     model = Model()
-    rows, target = batch()
-    if part is None:
-        return graded(FUNCTIONS[kind](model)(model.layer(rows), target), net=model)
-    loss = GlobalBatchLoss(FUNCTIONS[kind](model), **options)
-    wrapped = nn.parallel.DistributedDataParallel(model.layer)
-    found = graded(loss(wrapped(rows[part]), target[part]), net=model)
+    rows, target = map(place.own, batch())
+    function = FUNCTIONS[kind](model)
+    loss = function if place.alone else GlobalBatchLoss(function, **options)
+    layer = place.ddp(model.layer)
+    found = place.graded(loss(layer(rows), target), net=model)
     scale = model.scale.grad
-    if scale is not None:  # is not in the wrapped model
+    if scale is not None and not place.alone:  # is not in the wrapped model
         dist.all_reduce(scale)
-        scale /= dist.get_world_size()
+        scale /= place.world_size
     return found
-
-
-def on_ranks(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    return trained(kind, own(ROWS[dist.get_world_size()]), options)
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "replicated"}, {"backward": "sum"}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    for kind in FUNCTIONS:
-        (oracle,) = pool.run(1, trained, kind, None, options, distributed=False)
-        for found in pool.run(world_size, on_ranks, kind, options):
-            assert_close(found, oracle)
+    parity(pool, play, ROWS[world_size], options, cases=FUNCTIONS, every_rank=True)
 
 
 @each_rank(2)
