@@ -21,12 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from lightning_ddp_losses.losses import tile_compiler
-from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
-from lightning_ddp_losses.losses.sharded_softmax import Chunk, class_stats, class_terms
-from lightning_ddp_losses.losses.sharded_weight import Targets
-from lightning_ddp_losses.losses.siglip import siglip_tile
-from lightning_ddp_losses.losses.two_towers import Factors
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import Chunk, Factors, Targets, class_stats, class_terms, clip_stats, clip_terms, siglip_tile
 from tests.losses import sharded_cases
 from tests.losses.test_tiled import ROWS, TILE_BYTES, play
 from tests.oracle import Found, Place, parity

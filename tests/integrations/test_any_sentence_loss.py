@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.counting import CountCollectives
+from tests.doors import handshake
 from tests.integrations.encoders import DIM, columns, sentence_model
 from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
 from tests.integrations.test_sentence_transformers import put_in

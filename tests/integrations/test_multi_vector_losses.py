@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.losses.late_interaction import max_sim
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import max_sim
 from tests.integrations.encoders import columns, sentence_model
 from tests.integrations.test_any_sentence_loss import nothing, scores, without_rounding
 from tests.oracle import assert_close

@@ -15,15 +15,21 @@ from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
-from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
-from lightning_ddp_losses.losses.class_heads import Head
-from lightning_ddp_losses.losses.pml_registry import LOSSES, head_class_of, may_draw, pair_loss_of
-from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import (
+    LOSSES,
+    Contrastive,
+    FoundLoss,
+    Head,
+    LossForwardPatch,
+    PairLoss,
+    head_class_of,
+    inputs,
+    may_draw,
+    pair_loss_of,
+)
 from tests.each_rank import each_rank
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (

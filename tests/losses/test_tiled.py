@@ -22,17 +22,21 @@ from pytorch_metric_learning.utils import common_functions
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.evaluations import chunks_of
-from lightning_ddp_losses.losses.gathered_call import CallBatches, PMLCall, SeedCounter
-from lightning_ddp_losses.losses.pml_registry import facts_of
-from lightning_ddp_losses.losses.products import TOWER_BYTES
-from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
-from lightning_ddp_losses.losses.tiled.tiles import tile_distance
-from lightning_ddp_losses.losses.two_towers import tiles_of
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import (
+    TOWER_BYTES,
+    CallBatches,
+    PMLCall,
+    SeedCounter,
+    chunks_of,
+    facts_of,
+    gather_batch,
+    rows_of_a_tile,
+    tile_distance,
+    tiles_of,
+)
 from tests.each_rank import each_rank
 from tests.losses import harness
 from tests.losses.cases import REDUCERS

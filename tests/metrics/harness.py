@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.core.inputs import map_tensors
 from lightning_ddp_losses.metrics import differentiable
+from tests.doors import map_tensors
 from tests.metrics.cases import Case
 from tests.oracle import cuts
 

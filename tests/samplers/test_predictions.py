@@ -26,10 +26,9 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
-from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import EvaluationBatches, EvaluationSampler, process_groups
 from tests.lightning_ranks import make_trainer
 
 ROWS = 11

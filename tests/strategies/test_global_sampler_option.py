@@ -25,12 +25,11 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy, samplers
-from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
+from tests.doors import draw_of, lightning_compat
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.samplers.test_global_batch import together
