@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -25,10 +25,17 @@ class Refused(NamedTuple):
     """
 
     call: Callable[[int], object]
-    words: str | tuple[str, ...]
+    words: str | Sequence[str]
     kind: str = "DDPLossError"
     ranks: int = 2
     same: bool = True
+
+
+def rows_of(
+    call: Callable[[str], object], words: Mapping[str, str | Sequence[str]], **options: Any
+) -> dict[str, Refused]:
+    """A table of one program, which gets the name of its row. Options are of `Refused`."""
+    return {name: Refused(lambda _, name=name: call(name), said, **options) for name, said in words.items()}
 
 
 def assert_errors(errors: Sequence[RankError], *words: str, of: str = "DDPLossError") -> None:

@@ -20,6 +20,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Found, Place, assert_close, own, parity
+from tests.refusals import Refused, refusals
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
@@ -183,7 +184,7 @@ def failing_on_one_rank() -> float:
     return float(GlobalBatchLoss(odd)(torch.ones(2, 3)))
 
 
-REFUSED: dict[Callable[[], float], str] = {
+WORDS: dict[Callable[[], float], str] = {
     no_arguments: "GlobalBatchLoss(dice): expected arguments of the loss, got none",
     no_arguments_of_a_module: "GlobalBatchLoss(MSELoss): expected arguments of the loss, got none",
     unfinished: "GlobalBatchLoss(later): result: expected a function that returns tensors, got a coroutine",
@@ -196,12 +197,10 @@ REFUSED: dict[Callable[[], float], str] = {
     rows_as_result: "values that are equal on all ranks",
     failing_on_one_rank: "odd rows",
 }
-
-
-@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)
-def test_what_differs_is_an_error_on_every_rank(pool: RankPool, call: Callable[[], float]) -> None:
-    for error in pool.errors(2, call):
-        assert REFUSED[call] in error.message
+REFUSED = {
+    call.__name__: Refused(lambda _, call=call: call(), words, "Exception", same=False) for call, words in WORDS.items()
+}
+test_what_differs_is_an_error_on_every_rank = refusals(__name__, "REFUSED")
 
 
 @each_rank(2)

@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, DDPChecks, InputError, MaxSimLoss, accumulation_window
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_all_close, assert_errors
+from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.doors import max_sim
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Found, Place, parity
 from tests.processes import run_python
+from tests.refusals import Refused, refusals
 
 ROWS = {1: [[7]], 2: [[2, 5], [0, 6], [4, 4]], 3: [[4, 0, 3], [1, 1, 1]]}
 WIDTH, DIM = 6, 4
@@ -278,12 +279,10 @@ MISUSES = {
     "order": ("RankMismatchError", "which of several"),
     "window": ("ConfigurationError", "MaxSimLoss"),
 }
-
-
-@pytest.mark.parametrize("how", MISUSES)
-def test_misuse(pool: RankPool, how: str) -> None:
-    kind, words = MISUSES[how]
-    assert_errors(pool.errors(2, misused, how), words, of=kind)
+REFUSED = {
+    how: Refused(lambda _, how=how: misused(how), words, kind, same=False) for how, (kind, words) in MISUSES.items()
+}
+test_misuse = refusals(__name__, "REFUSED")
 
 
 def test_options() -> None:
