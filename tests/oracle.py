@@ -227,9 +227,14 @@ class Place:
     def world_size(self) -> int:
         return 1 if self.alone else len(self.sizes)
 
+    @property
+    def part(self) -> slice:
+        """Which rows of a global batch are here."""
+        return slice(None) if self.rank is None else own(self.sizes, self.rank)
+
     def own(self, tensor: Tensor) -> Tensor:
         """The rows of a global batch that are here."""
-        return tensor if self.rank is None else tensor[own(self.sizes, self.rank)]
+        return tensor[self.part]
 
     def leaf(self, name: str, tensor: Tensor) -> Tensor:
         """The rows that are here, as a tensor whose gradient is compared."""
