@@ -1,4 +1,4 @@
-"""What one process would have done: plain torch, float64, naive, and no line of the package under test but its pool of ranks.
+"""What one process would have done: plain torch, float64, naive, and no line of the package under test.
 
 `parity` is the test that all folders share: it plays a case in a `Place` on every rank and in one process, and compares.
 
@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.testing import RankPool
+if TYPE_CHECKING:
+    from lightning_ddp_losses.testing import RankPool
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
