@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.distributed import handshake
+from tests.doors import handshake
 
 
 def nothing_rides() -> contextlib.AbstractContextManager[Any]:

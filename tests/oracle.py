@@ -1,5 +1,7 @@
 """What one process would have done: plain torch, float64, naive, and no line of the package under test.
 
+`parity` is the test that all folders share: it plays a case in a `Place` on every rank and in one process, and compares.
+
 ONE global batch per step comes from a seed; rank r of W gets a slice of it. Two rules say what the ranks together mean:
 
 * *whole*: the loss of the global batch. For a loss that is a mean over rows it equals the mean over ranks of the ranks'
@@ -10,15 +12,21 @@ ONE global batch per step comes from a seed; rank r of W gets a slice of it. Two
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from lightning_ddp_losses.testing import RankPool
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+Found = dict[str, Tensor]
 # of pytorch-metric-learning: a loss for each row by itself, from a weight of one row (or several) a class
 CLASS_LOSSES = [
     "ArcFaceLoss",
@@ -134,23 +142,26 @@ def joined(ranks: Sequence[Mapping[str, Tensor]], *rows: str, **shards: int) -> 
     """What `graded` found on ranks, as one process has it.
 
     Args:
-        ranks: By rank; the value must be one number on all of them.
+        ranks: By rank; `value`, and what is called `value ...`, must be the same on all of them, and `rows ...` is each rank's part.
         *rows: Gradients of each rank's rows: one after the other, and over W, as DDP's mean leaves them in an encoder.
         **shards: Parts of a gradient: one after the other along a dimension. All other gradients are averaged.
     """
-    assert len({float(rank["value"]) for rank in ranks}) == 1, (
-        f"ranks return {[float(rank['value']) for rank in ranks]}"
-    )
     assert all(rank.keys() == ranks[0].keys() for rank in ranks), (
         f"gradients on some ranks only: {list(map(list, ranks))}"
     )
     found = {}
     for name in ranks[0]:
         parts = [rank[name] for rank in ranks]
+        if name.split(" ")[0] == "value":
+            assert all(torch.equal(part, parts[0]) for part in parts), f"ranks return {parts} as {name}"
         if name in shards:
             found[name] = torch.cat(parts, shards[name])
+        elif name in rows:
+            found[name] = torch.cat(parts) / len(ranks)
+        elif name.startswith("rows "):
+            found[name] = torch.cat(parts)
         else:
-            found[name] = torch.cat(parts) / len(ranks) if name in rows else torch.stack(parts).mean(0)
+            found[name] = torch.stack(parts).mean(0)
     return found
 
 
@@ -190,3 +201,112 @@ def problem(what: str, check: Callable[..., object], *args: object) -> list[str]
     except AssertionError as error:
         return [f"{what}: {error}"]
     return []
+
+
+# ---------------------------------------------------------------------- one case, on ranks and in one process
+
+
+@dataclass
+class Place:
+    """Where a case is played: on a rank with its own rows, or in one process with all rows and without the package.
+
+    Attributes:
+        sizes: Rows of each rank.
+        rank: None: one process.
+        leaves: Rows whose gradients are compared, by name.
+    """
+
+    sizes: Sequence[int]
+    rank: int | None = None
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return self.rank is None
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.alone else len(self.sizes)
+
+    @property
+    def part(self) -> slice:
+        """Which rows of a global batch are here."""
+        return slice(None) if self.rank is None else own(self.sizes, self.rank)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The rows of a global batch that are here."""
+        return tensor[self.part]
+
+    def leaf(self, name: str, tensor: Tensor) -> Tensor:
+        """The rows that are here, as a tensor whose gradient is compared."""
+        self.leaves[name] = self.own(tensor).detach().clone().requires_grad_()
+        return self.leaves[name]
+
+    def ddp(self, module: nn.Module) -> nn.Module:
+        """The module, on a rank in torch's `DistributedDataParallel`."""
+        return module if self.alone else DistributedDataParallel(module)
+
+    def graded(self, value: Tensor, **sources: Tensor | nn.Module) -> Found:
+        """Run backward; as `graded`, with the gradients of leaves as DDP's mean leaves them in an encoder."""
+        found = graded(value, **{name: getattr(source, "module", source) for name, source in sources.items()})
+        rows = {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+        return found | {f"rows {name}": grad.double() / self.world_size for name, grad in rows.items()}
+
+
+Play = Callable[..., Found]
+
+
+def played(play: Play, sizes: Sequence[int], calls: Sequence[tuple[Any, ...]]) -> list[Found]:
+    """What this rank finds, call by call."""
+    return [play(Place(sizes, dist.get_rank()), *call) for call in calls]
+
+
+def parity(
+    pool: RankPool,
+    play: Play,
+    sizes: Sequence[int],
+    *given: Any,
+    cases: Iterable[Any] | None = None,
+    rtol: float | Callable[[Any], float] = 1e-9,
+    every_rank: bool = False,
+    compare: Callable[..., None] = assert_close,
+    shards: Callable[[Any], dict[str, int]] | None = None,
+    **options: Any,
+) -> None:
+    """Fail unless ranks find what one process finds on all their rows.
+
+    Args:
+        pool: The ranks.
+        play: A function of a module that does the same in each `Place`: with its case, if there are some, and what is given.
+        sizes: Rows of each rank.
+        *given: Further arguments of `play`.
+        cases: All are played in one visit to the ranks; None: there is one, without a name.
+        rtol: For all cases, or of a case.
+        every_rank: Whether each rank by itself has all that one process finds. Otherwise they have it together, see `joined`.
+        compare: Two dictionaries and `rtol`.
+        shards: Of a case, as in `joined`.
+        **options: Of the pool.
+    """
+    __tracebackhide__ = True
+    named = [None] if cases is None else list(cases)
+    calls = [given if cases is None else (case, *given) for case in named]
+    results = pool.run(len(sizes), played, play, sizes, calls, **options)
+    problems = []
+    for number, case in enumerate(named):
+        found = [result[number] for result in results]
+        truth = play(Place(sizes), *calls[number])
+        limit = rtol(case) if callable(rtol) else rtol
+        if every_rank:
+            for rank, state in enumerate(found):
+                problems += problem(f"{case} on rank {rank}", compare, state, truth, limit)
+        else:
+            problems += problem(
+                str(case), _compare_joined, compare, found, truth, limit, shards(case) if shards else {}
+            )
+    assert not problems, "\n".join(problems)
+
+
+def _compare_joined(
+    compare: Callable[..., None], found: list[Found], truth: Found, rtol: float, shards: dict[str, int]
+) -> None:
+    compare(joined(found, **shards), truth, rtol)

@@ -9,7 +9,6 @@ import pickle
 import pytest
 
 from lightning_ddp_losses import errors
-from lightning_ddp_losses.distributed import messages
 from lightning_ddp_losses.errors import (
     DDPLossError,
     PeerError,
@@ -19,8 +18,7 @@ from lightning_ddp_losses.errors import (
     manual_address,
     register_error,
 )
-from lightning_ddp_losses.metrics.buffer_plan import _refuse_other_items
-from lightning_ddp_losses.strategies.loss_forward import refuse_other_upstream_grads
+from tests.doors import _refuse_other_items, messages, refuse_other_upstream_grads
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, DDPLossError)]
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.oracle import Encoder, Task, assert_close, batches, cuts, differences, train
+from tests.oracle import Encoder, Found, Place, Task, assert_close, batches, cuts, differences, parity, train
 
 TASK = Task()
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2)
@@ -101,3 +101,36 @@ def test_encoder_treats_rows_one_by_one() -> None:
     encoder = nn.Module.double(Encoder(TASK))
     features = batches(TASK)[0][0]
     assert_close({"y": encoder(features[:5])}, {"y": encoder(features)[:5]}, rtol=1e-14)
+
+
+def sum_of_squares(place: Place, wrong: str) -> Found:
+    """The sum over all ranks' rows, with what is wrong on the last rank."""
+    rows = place.leaf("x", torch.arange(1.0, 7.0, dtype=torch.float64))
+    found = place.graded(rows.square().sum() * place.world_size)
+    value = found["value"] / place.world_size
+    if not place.alone:
+        dist.all_reduce(value)
+    if place.rank == len(place.sizes) - 1:
+        value += wrong == "the value of a rank"
+        found["rows x"] *= 1 + 1e-8 * (wrong == "a gradient")
+        if wrong == "a name":
+            found["more"] = value
+    return found | {"value": value}
+
+
+@pytest.mark.parametrize("sizes", [[6], [2, 4], [1, 0, 5]], ids=str)
+def test_parity_is_silent_where_ranks_are_one_process(pool: RankPool, sizes: list[int]) -> None:
+    parity(pool, sum_of_squares, sizes, cases=["", "nothing"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("the value of a rank", "ranks return"),
+        ("a gradient", "rows x: relative difference"),
+        ("a name", "gradients on some ranks only"),
+    ],
+)
+def test_parity_tells_what_is_wrong_and_of_which_case(pool: RankPool, wrong: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{wrong}: .*{words}"):
+        parity(pool, sum_of_squares, [2, 4], cases=["", wrong])

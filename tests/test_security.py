@@ -20,11 +20,10 @@ import torch.distributed as dist
 
 from lightning_ddp_losses import InputError, parity
 from lightning_ddp_losses.audit import api
-from lightning_ddp_losses.audit.replay import load_batch, save_batch
 from lightning_ddp_losses.cli import app
 from lightning_ddp_losses.cli.manual import find_page
-from lightning_ddp_losses.distributed import messages, rendezvous
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import load_batch, messages, rendezvous, save_batch
 from tests.refusals import assert_same_error
 from tests.strategies import test_loader_states as loader_states
 from tests.strategies.test_resuming import AFTER

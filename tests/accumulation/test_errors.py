@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, cross_entropy_of
 from tests.accumulation.test_parity import ByHand
 from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
+from tests.refusals import Refused, refusals, rows_of
 
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -112,9 +112,8 @@ def fit_written(name: str) -> None:
     fit(Written(name), rows=4)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_what_cannot_be_exact(pool: RankPool, name: str) -> None:
-    assert_errors(pool.errors(2, fit_written, name), *OBJECTIVES[name][1])
+INEXACT = rows_of(fit_written, {name: words for name, (_, words) in OBJECTIVES.items()}, same=False)
+test_what_cannot_be_exact = refusals(__name__, "INEXACT")
 
 
 def test_windows_of_one_micro_batch_take_any_loss(pool: RankPool) -> None:
@@ -173,16 +172,15 @@ def fit_job(make: Callable[[str], Job], rows: int = 2) -> None:
 
 
 REFUSED = {
-    "steps inside": (partial(fit_and_step_inside), "step of SGD"),
-    "evaluates twice": (partial(fit_job, Twice), "an optimizer that evaluates each batch once"),
-    "has gradients from before": (partial(fit_job, KeepsGradients, rows=4), "gradients before it"),
+    "steps inside": Refused(lambda _: fit_and_step_inside(), "step of SGD", "ConfigurationError", same=False),
+    "evaluates twice": Refused(
+        lambda _: fit_job(Twice), "an optimizer that evaluates each batch once", "ConfigurationError", same=False
+    ),
+    "has gradients from before": Refused(
+        lambda _: fit_job(KeepsGradients, rows=4), "gradients before it", "ConfigurationError", same=False
+    ),
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_do_not_wait(pool: RankPool, name: str) -> None:
-    fit_refused, text = REFUSED[name]
-    assert_errors(pool.errors(2, fit_refused), text, of="ConfigurationError")
+test_optimizers_that_do_not_wait = refusals(__name__, "REFUSED")
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")

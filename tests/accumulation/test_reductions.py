@@ -29,10 +29,10 @@ from lightning_ddp_losses import (
     global_rows,
     ssl,
 )
-from lightning_ddp_losses.distributed.global_values import gradient_reduction_of, reduced_by
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
+from tests.doors import gradient_reduction_of, reduced_by
 
 NAMES = ("dp", "cp", "tp")
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]

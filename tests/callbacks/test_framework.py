@@ -31,8 +31,8 @@ from tests.callbacks.harness import OneLoss, Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import trainer_alone
-from tests.strategies.test_calls import assert_same_error
 
 Make = Callable[[], list[Callback]]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ddp_losses.distributed import process_groups
+from tests.doors import process_groups
 
 
 @pytest.fixture

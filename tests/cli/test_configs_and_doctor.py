@@ -16,9 +16,9 @@ from rich.console import Console
 
 import lightning_ddp_losses
 from lightning_ddp_losses import AuditReport
-from lightning_ddp_losses.audit.compare import ComparedRow
 from lightning_ddp_losses.cli import configs, doctor, main
 from lightning_ddp_losses.cli.app import COMMANDS, MORE_COMMANDS
+from tests.doors import ComparedRow
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.usefixtures("empty_folder")

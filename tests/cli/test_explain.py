@@ -17,13 +17,11 @@ from rich.console import Console
 
 import lightning_ddp_losses
 from lightning_ddp_losses import AuditReport
-from lightning_ddp_losses.audit.context import Diagnosis
-from lightning_ddp_losses.callbacks import Finding
-from lightning_ddp_losses.callbacks.findings import Cause
+from lightning_ddp_losses.callbacks import FAULTS, Finding
 from lightning_ddp_losses.cli import main, manual, search
 from lightning_ddp_losses.cli.manual import find_page, run_explain
-from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 from lightning_ddp_losses.errors import DDPLossError, explained_by
+from tests.doors import SYMPTOMS, UNUSED, Cause, Diagnosis
 from tests.processes import ROOT, run_python
 
 # the builder of the HTML manual is no module of a package

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.cli import manual
-from lightning_ddp_losses.strategies.loss_discovery import is_loss
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import is_loss
 from tests.lightning_ranks import make_trainer
 
 LOSS, PAIRS, TYPE, CHECK, STRATEGY = range(5)

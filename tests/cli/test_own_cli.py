@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses.cli import EmbeddingModule, LossCLI, main
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
+from tests.doors import process_groups
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 

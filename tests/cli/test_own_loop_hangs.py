@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.cli import manual
-from lightning_ddp_losses.core.faults import FAULTS
 from tests.processes import TORCHRUN, run_python
 
 (PAGE_CODE,) = [

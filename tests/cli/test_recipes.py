@@ -28,9 +28,9 @@ from torch.nn.functional import batch_norm, cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_losses
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.cli.manual import find_page
-from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.lightning_ranks import RankEnvironment

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_losses.core import configuration
-from lightning_ddp_losses.core.configuration import Configuration
+from tests.doors import Configuration, configuration
 
 
 class Configured(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ddp_losses.core.fault_rules import (
+from tests.doors import (
     agree_at,
     fault_of_memory,
     fault_of_same_rows,

@@ -10,11 +10,9 @@ from string import Formatter
 import pytest
 
 import lightning_ddp_losses
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.core.autograd_graph import FAULTS_AFTER_WRAP
-from lightning_ddp_losses.core.fault_rules import FAULT_OF_CUT
-from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, SYMPTOMS, UNUSED
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.errors import DDPLossError
+from tests.doors import DEFAULT_CHECKS, FAULT_OF_CUT, FAULTS_AFTER_WRAP, FOLLOWING, SYMPTOMS, UNUSED
 from tests.processes import run_python
 
 ROOT = Path(lightning_ddp_losses.__file__).parent

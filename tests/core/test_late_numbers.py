@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ddp_losses.core import host_copy
-from lightning_ddp_losses.core.host_copy import LateNumber
+from tests.doors import LateNumber, host_copy
 
 
 def test_products_and_quotients_are_those_of_numbers_that_are_there() -> None:

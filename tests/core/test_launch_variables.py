@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_ddp_losses.core.launch_variables import is_of_this_machine, left_over
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.ddp_setup import refuse_foreign_address
+from tests.doors import is_of_this_machine, left_over, refuse_foreign_address
 
 ELSEWHERE = "10.255.255.1"
 

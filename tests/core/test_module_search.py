@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_ddp_losses.core import modules
-from lightning_ddp_losses.core.modules import unregistered_modules
+from tests.doors import modules, unregistered_modules
 
 
 class Samples(Mapping[int, Any]):

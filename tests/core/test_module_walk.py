@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_losses.core.modules import ModuleContents
-from lightning_ddp_losses.core.precision import has_buffers, modules_of, narrow_buffers, parameters_of
+from tests.doors import ModuleContents, has_buffers, modules_of, narrow_buffers, parameters_of
 
 
 def nested() -> nn.Sequential:

@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_losses.core.random_state import (
-    derived_seed,
-    read_random_states,
-    seed_generators_,
-    write_random_states_,
-)
+from tests.doors import derived_seed, read_random_states, seed_generators_, write_random_states_
 
 CPU = torch.device("cpu")
 

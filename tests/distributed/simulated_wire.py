@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.distributed import handshake, process_groups
+from tests.doors import handshake, process_groups
 
 GROUP_TIMEOUT = 1800.0  # of each group, in virtual seconds
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, SyncBatchNorm
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
+from tests.doors import process_groups
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.distributed import collectives, raw_collectives
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.doors import collectives, raw_collectives
 from tests.each_rank import each_rank
 
 ROWS = {

@@ -11,14 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.distributed.collectives import (
-    all_gather_with_grad,
-    all_reduce_with_grad,
-    reduce_scatter_with_grad,
-)
-from lightning_ddp_losses.distributed.raw_collectives import has_own_processor, wait
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import has_own_processor, wait
 from tests.each_rank import each_rank
 from tests.oracle import Encoder, Task, assert_close, batches, cuts, graded
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed import fingerprint as module
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints, start_fingerprint
+from tests.doors import HostNumbers, combine, fingerprint, fingerprints, start_fingerprint
+from tests.doors import fingerprint_file as module
 
 
 def on_device(tensor: Tensor) -> int:

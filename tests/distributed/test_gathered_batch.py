@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.distributed.test_collectives import ROWS, assert_equal, parts
+from tests.doors import gather_batch, handshake
 from tests.each_rank import each_rank
 
 # as whole numbers, which every dtype holds and adds exactly

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.doors import handshake, messages, process_groups
 from tests.each_rank import each_rank
 from tests.refusals import refusals
 

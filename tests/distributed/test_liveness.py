@@ -16,9 +16,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from lightning_ddp_losses import PeerError
-from lightning_ddp_losses.core import torch_compat
-from lightning_ddp_losses.distributed import liveness
-from lightning_ddp_losses.distributed.liveness import ProcessInfo, Watch, World
+from tests.doors import ProcessInfo, Watch, World, liveness, torch_compat
 
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 

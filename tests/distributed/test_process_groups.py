@@ -18,14 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.core import torch_compat
-from lightning_ddp_losses.distributed import handshake, process_groups, rendezvous
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
-from lightning_ddp_losses.distributed.shard import ClassShard
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.strategies.shards import assemble
+from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import Ring, assemble, handshake, process_groups, rendezvous, start_mean, torch_compat
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.processes import run_python

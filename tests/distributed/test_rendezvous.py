@@ -16,12 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.core import torch_compat
-from lightning_ddp_losses.distributed import process_groups, rendezvous
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.distributed.rendezvous import hold_roll_call
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import hold_roll_call, process_groups, rendezvous, torch_compat
 from tests.each_rank import each_rank
 from tests.processes import free_port
 from tests.refusals import assert_same_error

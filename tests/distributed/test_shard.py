@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_losses.distributed.shard import ClassShard, shard_of, tag_shard
+from lightning_ddp_losses.sharding import ClassShard
+from tests.doors import shard_of, tag_shard
 
 
 def test_a_tag_is_read_back_and_survives_deepcopy_of_its_module_and_moves() -> None:

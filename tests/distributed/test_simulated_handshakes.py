@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.handshake import PendingHandshake
-from lightning_ddp_losses.distributed.ledger import Ledger
 from lightning_ddp_losses.errors import DDPLossError, InputError
 from tests.distributed.simulated_wire import Wire, WireFault
+from tests.doors import Ledger, PendingHandshake, handshake
 
 WORLD, STEPS, SHORT, LONG = 3, 2, 20, 3000
 

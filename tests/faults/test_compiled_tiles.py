@@ -21,30 +21,25 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from lightning_ddp_losses.losses import tile_compiler
-from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
-from lightning_ddp_losses.losses.sharded_softmax import Chunk, class_stats, class_terms
-from lightning_ddp_losses.losses.sharded_weight import Targets
-from lightning_ddp_losses.losses.siglip import siglip_tile
-from lightning_ddp_losses.losses.two_towers import Factors
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import Chunk, Factors, Targets, class_stats, class_terms, clip_stats, clip_terms, siglip_tile
 from tests.losses import sharded_cases
-from tests.losses.test_tiled import TILE_BYTES, on_ranks, problems_of
+from tests.losses.test_tiled import ROWS, TILE_BYTES, play
+from tests.oracle import Found, Place, parity
 
 NAMES = ["SupCon, ", "Contrastive, "]
 CLASS_NAMES = ["ArcFaceLoss", "ArcFaceLoss, chunks of 2", "NormalizedSoftmaxLoss, chunks of 2"]
 SIZE = 512  # rows and columns of a tile
 
 
-def compiled(names: list[str]) -> dict[str, Any]:
+def compiled(place: Place, name: str) -> Found:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own; to fall back would be an error
-        return on_ranks(names, TILE_BYTES, {"compile_tiles": True})
+        return play(place, name, TILE_BYTES, {"compile_tiles": True})
 
 
 def test_compiled_tiles_are_one_process(pool: RankPool) -> None:
-    results = pool.run(1, compiled, NAMES, seconds=240)
-    problems = problems_of(NAMES, results, statistics=False)
-    assert not problems, problems
+    parity(pool, compiled, [ROWS], cases=NAMES, seconds=240)
 
 
 def compiled_classes(names: list[str]) -> dict[str, Any]:

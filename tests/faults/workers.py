@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import process_groups, rendezvous
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from tests.doors import process_groups, rendezvous
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.testing import RankFailure, RankPool
-from tests.fuzz.data import DTYPES, cut, global_rows, own
-
-Found = dict[str, Tensor]
+from tests import oracle
+from tests.fuzz.data import DTYPES, global_rows, own
+from tests.oracle import Found
 
 
 class NotDefined(Exception):
@@ -37,43 +37,33 @@ class Refused:
     text: str
 
 
-@dataclass
-class Place:
-    """Where a case is played: in one process on all rows, without the package, or on a rank on its own rows.
+class Place(oracle.Place):
+    """Where a drawn case is played, whose rows lie in memory as the case says.
 
-    Attributes:
-        case: With `rows`.
+    Args:
+        case: With `rows`, or with `ranks` only.
         rank: None: one process.
-        leaves: Rows whose gradients are compared, by name: those of a rank as DDP leaves them in an encoder.
     """
 
-    case: Any
-    rank: int | None = None
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def alone(self) -> bool:
-        return self.rank is None
+    def __init__(self, case: Any, rank: int | None = None) -> None:
+        super().__init__(case.ranks, rank)
+        self.case = case
 
     def data(self, views: int = 1) -> dict[str, Tensor]:
         """Rows of all ranks."""
         return global_rows(self.case.rows, DTYPES[self.case.dtype], views)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The rows that are here, as they lie in memory here."""
         return tensor if self.rank is None else own(self.case.rows, tensor, self.rank)
 
     def leaf(self, name: str, tensor: Tensor, *, trained: bool = True) -> Tensor:
-        """The rows that are here, with a gradient that is compared."""
         made = leaf(tensor) if self.alone else self.own(tensor)
         self.leaves[name] = made.requires_grad_(trained)
         return self.leaves[name]
 
     def parts(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Any:
         """A tensor with a row for each row that is here, as `rank ...` is compared."""
-        if self.rank is not None:
-            return tensor
-        return cut(self.case.rows, tensor) if sizes is None else list(tensor.split(list(sizes)))
+        return tensor if self.rank is not None else list(tensor.split(list(sizes or self.sizes)))
 
 
 def _play_on_rank(play: Callable[[Any, Place], Found], case: Any) -> Found:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, SyncBatchNorm
-from lightning_ddp_losses.core.random_state import derived_seed
 from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import derived_seed
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
 from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded, zero_or

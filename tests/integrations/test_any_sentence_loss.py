@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.counting import CountCollectives
+from tests.doors import handshake
 from tests.integrations.encoders import DIM, columns, sentence_model
 from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
 from tests.integrations.test_sentence_transformers import put_in
-from tests.oracle import assert_close
+from tests.oracle import Found, Place, assert_close, parity
 
 ROWS = [(8, 8), (10, 6), (0, 7), (3, 0, 5)]
 
@@ -207,22 +207,17 @@ def build(path: str, name: str) -> tuple[Case, Any, nn.Module]:
     return case, model, case.make(model)
 
 
-def alone(path: str, name: str, rows: int) -> dict[str, Tensor]:
-    case, model, loss = build(path, name)
-    return step(model, loss, columns(rows, case.columns), case.labels(rows))
-
-
-def on_ranks(path: str, name: str, rows: tuple[int, ...]) -> dict[str, Tensor]:
+def play(place: Place, path: str, name: str) -> Found:
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 
     case, model, loss = build(path, name)
-    loss = over_all_ranks(loss)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    put_in(loss, model, wrapped)
-    starts = [*itertools.accumulate(rows, initial=0)]
-    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
-    labels = case.labels(sum(rows))
-    return step(model, loss, columns(sum(rows), case.columns, part), labels if labels is None else labels[part])
+    if not place.alone:
+        loss = over_all_ranks(loss)
+        put_in(loss, model, DistributedDataParallel(model, find_unused_parameters=True))
+    rows = sum(place.sizes)
+    labels = case.labels(rows)
+    own_labels = None if labels is None else place.own(labels)
+    return step(model, loss, columns(rows, case.columns, place.part), own_labels)
 
 
 def without_rounding(found: dict[str, Tensor], least: float = 1e-12) -> dict[str, Tensor]:
@@ -231,21 +226,23 @@ def without_rounding(found: dict[str, Tensor], least: float = 1e-12) -> dict[str
     return {name: tensor for name, tensor in found.items() if tensor.norm() > least * largest}
 
 
+def compare(found: Found, truth: Found, rtol: float) -> None:
+    assert_close(without_rounding(found), without_rounding(truth), rtol)
+
+
 @pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
 @pytest.mark.filterwarnings("ignore:DistillKLDivLoss")
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
 @pytest.mark.parametrize("name", cases())
 def test_one_process(pool: RankPool, encoder_path: str, name: str) -> None:
     for rows in ROWS:
-        truth = alone(encoder_path, name, sum(rows))
-        for found in pool.run(len(rows), on_ranks, encoder_path, name, rows):
-            assert_close(*map(without_rounding, (found, truth)))
+        parity(pool, play, rows, encoder_path, name, every_rank=True, compare=compare)
 
 
 def times_of_random_state(path: str) -> int:
     """How often the ranks exchange the state of Python's generator in one step of layers and dimensions."""
     with mock.patch.object(handshake, "all_gather_json", wraps=handshake.all_gather_json) as exchange:
-        on_ranks(path, "layers and dimensions", (4, 4))
+        play(Place((4, 4), dist.get_rank()), path, "layers and dimensions")
     titles = [call.args[0] for call in exchange.call_args_list]
     return sum(title.endswith("random state") for title in titles)
 
@@ -303,7 +300,7 @@ def in_another_way(path: str, name: str, rows: tuple[int, ...], way: str) -> dic
 @pytest.mark.parametrize("way", ["pickled", "copied", "twice"])
 @pytest.mark.parametrize("name", ["CoSENT", "batch hard", "matryoshka"])
 def test_in_another_way(pool: RankPool, encoder_path: str, name: str, way: str) -> None:
-    truth = alone(encoder_path, name, 13)
+    truth = play(Place([13]), encoder_path, name)
     for found in pool.run(2, in_another_way, encoder_path, name, (9, 4), way):
         assert_close(*map(without_rounding, (found, truth)))
 
@@ -320,7 +317,7 @@ def test_without_ranks_it_is_theirs(encoder_path: str, name: str) -> None:
     assert isinstance(loss, kind)
     assert type(loss).__name__ == kind.__name__
     found = step(model, loss, columns(6, case.columns), case.labels(6))
-    assert_close(*map(without_rounding, (found, alone(encoder_path, name, 6))))
+    assert_close(*map(without_rounding, (found, play(Place([6]), encoder_path, name))))
 
 
 def test_its_options_are_theirs(encoder_path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.losses.late_interaction import max_sim
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import max_sim
 from tests.integrations.encoders import columns, sentence_model
 from tests.integrations.test_any_sentence_loss import nothing, scores, without_rounding
-from tests.oracle import assert_close
+from tests.oracle import Found, Place, assert_close, parity
 
 ROWS = [(8, 8), (10, 6), (0, 7), (3, 0, 5)]
 
@@ -97,35 +96,31 @@ def step(model: Any, loss: nn.Module, features: list[dict[str, Tensor]], labels:
     return {"value": value.detach().double(), **gradients}
 
 
-def alone(path: str, name: str, rows: int) -> dict[str, Tensor]:
-    make, number, labels, _ = cases()[name]
-    model = Vectors(path)
-    return step(model, make(model), columns(rows, number), labels(rows))
-
-
-def on_ranks(path: str, name: str, rows: tuple[int, ...]) -> dict[str, Tensor]:
+def play(place: Place, path: str, name: str) -> Found:
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 
     make, number, labels, _ = cases()[name]
-    model = Vectors(path)
-    loss = over_all_ranks(make(model))
-    loss.model = DistributedDataParallel(model, find_unused_parameters=True)
-    starts = [*itertools.accumulate(rows, initial=0)]
-    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
-    all_labels = labels(sum(rows))
-    return step(model, loss, columns(sum(rows), number, part), None if all_labels is None else all_labels[part])
+    model, rows = Vectors(path), sum(place.sizes)
+    loss = make(model)
+    if not place.alone:
+        loss = over_all_ranks(loss)
+        loss.model = DistributedDataParallel(model, find_unused_parameters=True)
+    all_labels = labels(rows)
+    own_labels = None if all_labels is None else place.own(all_labels)
+    return step(model, loss, columns(rows, number, place.part), own_labels)
+
+
+def compare(found: Found, truth: Found, rtol: float) -> None:
+    found, truth = map(functools.partial(without_rounding, least=rtol / 100), (found, truth))
+    assert_close(found, truth, rtol=rtol)
 
 
 @pytest.mark.filterwarnings("ignore:MultiVectorDistillKLDivLoss")
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
 @pytest.mark.parametrize("name", cases())
 def test_one_process(pool: RankPool, encoder_path: str, name: str) -> None:
-    tolerance = cases()[name][3]
     for rows in ROWS:
-        truth = alone(encoder_path, name, sum(rows))
-        for found in pool.run(len(rows), on_ranks, encoder_path, name, rows):
-            found, truth = map(functools.partial(without_rounding, least=tolerance / 100), (found, truth))
-            assert_close(found, truth, rtol=tolerance)
+        parity(pool, play, rows, encoder_path, name, rtol=cases()[name][3], every_rank=True, compare=compare)
 
 
 def with_other_columns(path: str) -> None:

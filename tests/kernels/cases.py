@@ -9,13 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
-from lightning_ddp_losses.losses.sharded_softmax import Chunk, class_stats, class_terms
-from lightning_ddp_losses.losses.sharded_weight import Targets
-from lightning_ddp_losses.losses.siglip import siglip_tile
-from lightning_ddp_losses.losses.tiled.tile_functions import supcon_grad, supcon_rows
-from lightning_ddp_losses.losses.tiled.tiles import LabelKeys
-from lightning_ddp_losses.losses.tower_tiles import Factors
+from tests.doors import (
+    Chunk,
+    Factors,
+    LabelKeys,
+    Targets,
+    class_stats,
+    class_terms,
+    clip_stats,
+    clip_terms,
+    siglip_tile,
+    supcon_grad,
+    supcon_rows,
+)
 
 
 def numbers(count: int, seed: int = 1) -> Tensor:

@@ -28,8 +28,7 @@ from lightning_ddp_losses.losses import (
     tile_compiler,
     tower_tiles,
 )
-from lightning_ddp_losses.losses.kernels import choice, launches
-from lightning_ddp_losses.losses.products import split
+from tests.doors import choice, launches, split
 from tests.kernels.cases import CASES, supcon
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "triton reads it as it is imported: run `nox -s kernels`"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import SyncBatchNorm
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.refusals import assert_same_error, refusals

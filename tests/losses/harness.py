@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.losses import GlobalBatchLoss
-from tests.oracle import Encoder, Task, assert_close, graded, joined, own, problem
+from tests.doors import process_groups
+from tests.oracle import Encoder, Found, Place, Task, assert_close, joined, own, problem
 
 ROWS, DIM, CLASSES = 12, 6, 4
 TASK = Task(rows=ROWS, features=5, dim=DIM, classes=CLASSES)
@@ -108,18 +108,31 @@ def fresh(case: Case) -> tuple[Net, nn.Module]:
     return Net().double(), case.make().double()
 
 
-def alone(case: Case, sizes: list[int]) -> dict[str, Tensor]:
-    """Value and gradients in one process."""
+def play(place: Place, case: Case, mode: str = "auto", **options: Any) -> Found:
+    """Value and gradients; on a rank (of `group`, if that is among the further options) of the wrapped loss."""
     net, loss = fresh(case)
-    rows = global_rows()
-    torch.manual_seed(SEED)
-    args, kwargs = case.give(net, rows) if case.give_alone is None else case.give_alone(net, rows, sizes)
-    judge = GlobalBatchLoss(loss, **case.options) if case.random else loss
-    found = graded(judge(*args, **kwargs), net=net, loss=loss)
-    assert any(grad.abs().max() > 0 for name, grad in found.items() if name != "value"), (
+    rows = {name: place.own(tensor) for name, tensor in global_rows().items()}
+    torch.manual_seed(SEED + (place.rank or 0))  # a random loss draws from rank 0's seed
+    if place.alone:
+        args, kwargs = case.give_alone(net, rows, list(place.sizes)) if case.give_alone else case.give(net, rows)
+        value = (GlobalBatchLoss(loss, **case.options) if case.random else loss)(*args, **kwargs)
+    else:
+        wrapped = GlobalBatchLoss(loss, **{**case.options, "mode": mode, **options})
+        before, numpy_before = torch.get_rng_state(), numpy_state()
+        args, kwargs = case.give(net, rows)
+        value = wrapped(*args, **kwargs)
+        assert torch.equal(before, torch.get_rng_state()), "this rank's own generator moved"
+        assert numpy_before == numpy_state(), "this rank's own numpy generator moved"
+    found = place.graded(value, net=net, loss=loss)
+    assert not place.alone or any(grad.any() for name, grad in found.items() if name != "value"), (
         "the case tests nothing: no gradient"
     )
     return found
+
+
+def alone(case: Case, sizes: Sequence[int] = (ROWS,)) -> Found:
+    """Value and gradients in one process."""
+    return play(Place(sizes), case)
 
 
 # with the case, which keeps its place in memory
@@ -140,21 +153,12 @@ def numpy_state() -> tuple[Any, ...]:
     return name, keys.tobytes(), *rest
 
 
-def on_ranks(case: Case, sizes: list[int], mode: str, **options: Any) -> dict[str, Tensor]:
-    """This rank's value and gradients; to be called on every rank (of `group`, if that is among the further options)."""
-    rank = process_groups.rank(options.get("group"))
-    net, loss = fresh(case)
-    wrapped = GlobalBatchLoss(loss, **{**case.options, "mode": mode, **options})
-    torch.manual_seed(SEED + rank)  # a random loss draws from rank 0's seed
-    before, numpy_before = torch.get_rng_state(), numpy_state()
-    args, kwargs = case.give(net, own_rows(sizes, rank))
-    value = wrapped(*args, **kwargs)
-    assert torch.equal(before, torch.get_rng_state()), "this rank's own generator moved"
-    assert numpy_before == numpy_state(), "this rank's own numpy generator moved"
-    return graded(value, net=net, loss=loss)
+def on_ranks(case: Case, sizes: list[int], mode: str, **options: Any) -> Found:
+    """This rank's value and gradients."""
+    return play(Place(sizes, process_groups.rank(options.get("group"))), case, mode, **options)
 
 
-def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], what: str = "") -> None:
+def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], rtol: float = 1e-9) -> None:
     """Assert that value and gradients agree; what one process has not, ours must have as zeros or not at all."""
     __tracebackhide__ = True
     # a gradient that is zero but for rounding (a bias before a difference) has no direction to compare
@@ -163,10 +167,8 @@ def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], what: str =
     small |= set(ours) - set(truth)
     large = [name for name in small & set(ours) if ours[name].norm() > floor]
     assert not large, f"should vanish: {large}"
-    try:
-        assert_close(*({name: t for name, t in side.items() if name not in small} for side in (ours, truth)))
-    except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from None
+    ours, truth = ({name: t for name, t in side.items() if name not in small} for side in (ours, truth))
+    assert_close(ours, truth, rtol)
 
 
 def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], splits: Mapping[str, list[int]]) -> None:

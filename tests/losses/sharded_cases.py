@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_ddp_losses import ClassShardedLoss
 from tests.losses.harness import SPLITS, Net
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import CLASS_LOSSES, assert_close, graded, joined, own, problem
+from tests.oracle import CLASS_LOSSES, Found, Place, assert_close, joined, own, problem
 
 CLASSES, DIM = 7, 6
 Rows = dict[str, Tensor]
@@ -131,16 +131,27 @@ def net() -> Net:
     return Net().double()
 
 
-def judge(case: Case, sizes: list[int]) -> dict[str, Tensor]:
-    """Value and gradients of the plain loss in one process; each rank mines its own rows."""
-    encoder, loss, rows = net(), make(case), global_rows()
-    embeddings = encoder(rows["features"])
-    tuples = None
+def play(place: Place, case: Case, **options: Any) -> Found:
+    """Value and gradients, on ranks with the weight divided; each rank mines its own rows. Options are of ``ClassShardedLoss``."""
+    encoder, plain, rows = net(), make(case), {name: place.own(tensor) for name, tensor in global_rows().items()}
+    embeddings, tuples = encoder(rows["features"]), None
     if case.mine is not None:
-        parts = [own(sizes, rank) for rank in range(len(sizes))]
+        parts = [own(place.sizes, rank) for rank in range(len(place.sizes))] if place.alone else [slice(0, None)]
         mined = [[i + part.start for i in case.mine(embeddings[part], rows["labels"][part])] for part in parts]
         tuples = tuple(torch.cat(column) for column in zip(*mined, strict=True))
-    return graded(loss(embeddings, rows["labels"], tuples), net=encoder, weight=next(iter(loss.parameters())))
+    loss = plain if place.alone else ClassShardedLoss(plain, **case.sharded, **options)
+    value = loss(embeddings, rows["labels"], tuples)
+    return place.graded(value, net=encoder, weight=next(iter(loss.parameters())))
+
+
+def judge(case: Case, sizes: list[int]) -> Found:
+    """Value and gradients of one process."""
+    return play(Place(sizes), case)
+
+
+def call(case: Case, sizes: list[int], **options: Any) -> Found:
+    """Value and gradients on this rank."""
+    return play(Place(sizes, dist.get_rank()), case, **options)
 
 
 def class_dim(name: str) -> int:
@@ -165,15 +176,6 @@ def problems_of(names: Iterable[str], results: list[dict[str, dict[str, Tensor]]
             ours = joined([result[key] for result in results], weight=class_dim(case.name))
             problems += problem(key, assert_close, ours, truth)
     return problems
-
-
-def call(case: Case, sizes: list[int], **options: Any) -> dict[str, Tensor]:
-    """Value and gradients on this rank, whose options of ``ClassShardedLoss`` are the case's and others."""
-    encoder, rows = net(), global_rows(sizes)
-    loss = ClassShardedLoss(make(case), **case.sharded, **options)
-    embeddings = encoder(rows["features"])
-    tuples = None if case.mine is None else case.mine(embeddings, rows["labels"])
-    return graded(loss(embeddings, rows["labels"], tuples), net=encoder, weight=loss.weight)
 
 
 def measure(names: list[str], **options: Any) -> dict[str, dict[str, Tensor]]:

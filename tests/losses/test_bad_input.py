@@ -22,7 +22,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, line_of_rows
-from tests.oracle import graded, joined, own
+from tests.oracle import Found, Place, parity
 from tests.refusals import call_row
 
 LABELS = torch.tensor([0, 0, 1, 1])
@@ -281,20 +281,16 @@ NO_POSITIVES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def lonely(name: str, mode: str | None, part: slice) -> dict[str, Tensor]:
-    """Every row of a class of its own; without a mode the loss itself."""
+def lonely(place: Place, mode: str, name: str) -> Found:
+    """Every row of a class of its own."""
     net, loss = fresh(Case(NO_POSITIVES[name]))
-    judge = GlobalBatchLoss(loss, mode=mode) if mode else loss  # type: ignore[arg-type]
-    value = judge(net(global_rows()["features"][part]), torch.arange(12)[part] + 50)
-    found = graded(value, net=net, loss=loss)
-    if mode:
+    judge = loss if place.alone else GlobalBatchLoss(loss, mode=mode)  # type: ignore[arg-type]
+    value = judge(net(place.own(global_rows()["features"])), place.own(torch.arange(12)) + 50)
+    found = place.graded(value, net=net, loss=loss)
+    if not place.alone:
         assert all(p.grad is not None for p in loss.parameters()), "a parameter left the graph"
         assert all(p.grad is not None for n, p in net.named_parameters() if n != "logit_scale")
     return found
-
-
-def lonely_ranks(name: str, sizes: list[int]) -> dict[str, dict[str, Tensor]]:
-    return {m: lonely(name, m, own(sizes)) for m in GlobalBatchLoss(NO_POSITIVES[name]()).exact_modes()}
 
 
 @pytest.mark.parametrize("name", NO_POSITIVES)
@@ -302,9 +298,8 @@ def lonely_ranks(name: str, sizes: list[int]) -> dict[str, dict[str, Tensor]]:
 def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
     pool: RankPool, sizes: list[int], name: str
 ) -> None:
-    results = pool.run(len(sizes), lonely_ranks, name, sizes)
-    for mode in results[0]:
-        compare(joined([result[mode] for result in results]), lonely(name, None, slice(None)))
+    modes = GlobalBatchLoss(NO_POSITIVES[name]()).exact_modes()
+    parity(pool, lonely, sizes, name, cases=modes, compare=compare)
 
 
 @each_rank(2)

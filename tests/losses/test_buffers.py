@@ -5,19 +5,18 @@ The one process is torch's loss in float64 on the very same numbers; a loss comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from pytorch_metric_learning.losses import MarginLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close, graded, joined, own
+from tests.doors import autograd_graph
+from tests.oracle import Found, Place, parity
 
 ROWS, CLASSES = 12, 4
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}
@@ -65,39 +64,31 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-def alone(name: str, rows_dtype: torch.dtype, buffer_dtype: torch.dtype) -> dict[str, Tensor]:
-    make, targets = LOSSES[name]
-    rows = scores().to(rows_dtype).double().requires_grad_()
-    loss = make().to(buffer_dtype).double()
-    return graded(loss(rows, targets()), rows=rows)
-
-
-def of_ranks(sizes: list[int]) -> dict[str, dict[str, Any]]:
-    """All losses in all dtypes: this rank's value and gradient, and the buffers' dtypes afterwards."""
-    part, found = own(sizes), {}
-    for name, (make, targets) in LOSSES.items():
-        for kind, (rows_dtype, buffer_dtype) in DTYPES.items():
-            loss = GlobalBatchLoss(make()).to(buffer_dtype)
-            rows = scores()[part].to(rows_dtype).requires_grad_()
-            target = targets()[part]
-            if target.is_floating_point():
-                target = target.to(rows_dtype)
-            before = {name: (id(buffer), buffer.dtype) for name, buffer in loss.named_buffers()}
-            found[f"{name}, {kind}"] = graded(loss(rows, target), rows=rows)
-            after = {name: (id(buffer), buffer.dtype) for name, buffer in loss.named_buffers()}
-            assert before == after, f"{name}, {kind}: a buffer was replaced"
+def play(place: Place, case: tuple[str, str]) -> Found:
+    """A loss in a dtype, and whether its buffers stay as they are."""
+    name, kind = case
+    (make, targets), (rows_dtype, buffer_dtype) = LOSSES[name], DTYPES[kind]
+    rows = place.leaf("", scores().to(rows_dtype).to(torch.float64 if place.alone else rows_dtype))
+    target = place.own(targets())
+    if place.alone:
+        return place.graded(make().to(buffer_dtype).double()(rows, target))
+    loss = GlobalBatchLoss(make()).to(buffer_dtype)
+    before = {name: (id(buffer), buffer.dtype) for name, buffer in loss.named_buffers()}
+    value = loss(rows, target.to(rows_dtype) if target.is_floating_point() else target)
+    found = {name: tensor.double() for name, tensor in place.graded(value).items()}
+    after = {name: (id(buffer), buffer.dtype) for name, buffer in loss.named_buffers()}
+    assert before == after, f"{case}: a buffer was replaced"
     return found
+
+
+def rtol_of(case: tuple[str, str]) -> float:
+    """What a gradient in the rows' own dtype can tell."""
+    return {2: 2e-2, 4: 2e-5, 8: 1e-9}[DTYPES[case[1]][0].itemsize]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_buffers_are_cast_like_parameters(pool: RankPool, world_size: int) -> None:
-    results = pool.run(world_size, of_ranks, SIZES[world_size])
-    for name in LOSSES:
-        for kind, (rows_dtype, buffer_dtype) in DTYPES.items():
-            ranks = [{n: t.double() for n, t in result[f"{name}, {kind}"].items()} for result in results]
-            # what a gradient in the rows' own dtype can tell
-            rtol = {2: 2e-2, 4: 2e-5, 8: 1e-9}[rows_dtype.itemsize]
-            assert_close(joined(ranks, "rows"), alone(name, rows_dtype, buffer_dtype), rtol=rtol)
+    parity(pool, play, SIZES[world_size], cases=itertools.product(LOSSES, DTYPES), rtol=rtol_of)
 
 
 class Counts(nn.Module):
@@ -146,26 +137,14 @@ def margin_loss(dtype: torch.dtype) -> MarginLoss:
     return MarginLoss(beta=0.8, learn_beta=True, num_classes=CLASSES).to(dtype)
 
 
-def in_chunks() -> dict[str, Tensor]:
+def in_chunks(place: Place) -> Found:
     """Rows of float64, a trained margin of float32, and a few anchors at a time, which backward computes again."""
-    rank, sizes = dist.get_rank(), SIZES[dist.get_world_size()]
-    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    rows, loss = scores()[own].requires_grad_(), margin_loss(torch.float32)
-    value = GlobalBatchLoss(loss, mode="rows", tile_bytes=500)(rows, backwards()[own])
-    value.backward()
-    return {"value": value.detach(), "rows": rows.grad, "beta": loss.beta.grad}
+    rows, loss = place.leaf("", scores()), margin_loss(torch.float64 if place.alone else torch.float32)
+    judge = loss if place.alone else GlobalBatchLoss(loss, mode="rows", tile_bytes=500)
+    return {name: t.double() for name, t in place.graded(judge(rows, place.own(backwards())), loss=loss).items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_lower_parameter_gets_its_gradient_from_every_chunk(pool: RankPool, world_size: int) -> None:
-    results = pool.run(world_size, in_chunks)
-    rows, loss = scores().requires_grad_(), margin_loss(torch.float64)
-    value = loss(rows, backwards())
-    value.backward()
-    found = {
-        "value": results[0]["value"],
-        "rows": torch.cat([result["rows"] for result in results]) / world_size,
-        "beta": torch.stack([result["beta"] for result in results]).double().mean(0),
-    }
     # the gradient of a margin in float32 is rounded to that
-    assert_close(found, {"value": value.detach(), "rows": rows.grad, "beta": loss.beta.grad}, rtol=2e-5)
+    parity(pool, in_chunks, SIZES[world_size], rtol=2e-5)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_ddp_losses import Certificate, certify
-from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.doors import tensors_in
 from tests.losses.certified_losses import CASES, COUNTS, PATH, RIGHT, UNKNOWN, WRONG, C, Case, normal
 from tests.losses.random_losses import WIDTH, RandomLoss
 

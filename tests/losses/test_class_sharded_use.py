@@ -18,8 +18,8 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
-from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import shard_of
 from tests.each_rank import each_rank
 from tests.losses.harness import line_of_rows
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, net, whole

@@ -15,15 +15,21 @@ from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
-from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
-from lightning_ddp_losses.losses.class_heads import Head
-from lightning_ddp_losses.losses.pml_registry import LOSSES, head_class_of, may_draw, pair_loss_of
-from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import (
+    LOSSES,
+    Contrastive,
+    FoundLoss,
+    Head,
+    LossForwardPatch,
+    PairLoss,
+    head_class_of,
+    inputs,
+    may_draw,
+    pair_loss_of,
+)
 from tests.each_rank import each_rank
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
@@ -41,7 +47,7 @@ from tests.losses.harness import (
     own_rows,
 )
 from tests.losses.variants import Tempered
-from tests.oracle import graded, joined
+from tests.oracle import Found, Place, graded, joined, parity, played
 from tests.refusals import assert_same_error
 
 rows = line_of_rows
@@ -104,50 +110,50 @@ def test_ranks_that_number_their_own_rows_are_warned_once(pool: RankPool) -> Non
     assert pool.run(2, hand_made_labels, "distinct") == [[], []]
 
 
-def coefficients(backward: str | None) -> dict[str, Tensor]:
-    """Gradients of the second of two steps: each rank weighs the loss by a number of its own; None: by their mean, in one process."""
+def coefficients(place: Place, backward: str) -> Found:
+    """Gradients of the second of two steps: each rank weighs the loss by a number of its own, one process by their mean."""
     net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
-    batch, factor = (global_rows(), 2) if backward is None else (own_rows(PARTS), 1 + 2 * dist.get_rank())
-    judge = loss if backward is None else GlobalBatchLoss(loss, backward=backward)  # type: ignore[arg-type]
+    batch = {name: place.own(tensor) for name, tensor in global_rows().items()}
+    factor = 2 if place.rank is None else 1 + 2 * place.rank
+    judge = loss if place.alone else GlobalBatchLoss(loss, backward=backward)  # type: ignore[arg-type]
     for _ in range(2):
         net.zero_grad(), loss.zero_grad()
-        found = graded(judge(net(batch["features"]), batch["labels"]) * factor, net=net, loss=loss)
+        found = place.graded(judge(net(batch["features"]), batch["labels"]) * factor, net=net, loss=loss)
     return {**found, "value": torch.ones(())}
 
 
 def test_coefficients_that_differ_are_exact_with_summed_gradients(pool: RankPool) -> None:
-    compare(joined(pool.run(2, coefficients, "sum")), coefficients(None))
+    parity(pool, coefficients, PARTS, "sum", compare=compare)
 
 
 def test_coefficients_that_differ_are_an_error_that_names_the_ranks(pool: RankPool) -> None:
     words = ("coefficient", "rank 0", "rank 1", "1.0", "3.0", "backward='sum'")
-    assert_same_error(pool.errors(2, coefficients, "own_slice"), *words, kind="RankMismatchError")
+    assert_same_error(pool.errors(2, played, coefficients, PARTS, [("own_slice",)]), *words, kind="RankMismatchError")
 
 
-def in_low_precision(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Embeddings as an encoder under autocast hands them over, while autocast is on."""
-    batch = own_rows(PARTS)
+def in_low_precision(place: Place, name: str, dtype: torch.dtype) -> Found:
+    """Embeddings as an encoder under autocast hands them over, while autocast is on; one process has the same numbers in float32."""
+    batch = global_rows()
     torch.manual_seed(3)
     loss = PML[name].make()
-    embeddings = nn.functional.pad(batch["features"], (0, 1)).to(dtype).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        value = GlobalBatchLoss(loss)(embeddings, batch["labels"])
+    embeddings = nn.functional.pad(batch["features"], (0, 1)).to(dtype)
+    leaf = place.leaf("", embeddings.float() if place.alone else embeddings)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not place.alone):
+        value = (loss if place.alone else GlobalBatchLoss(loss))(leaf, place.own(batch["labels"]))
     assert {value.dtype, *(p.dtype for p in loss.parameters())} == {torch.float32}
-    found = graded(value, rows=embeddings)
-    return {**found, "rows": found["rows"].double()}
+    return place.graded(value)
+
+
+def compare_low(found: Found, truth: Found, rtol: float) -> None:
+    torch.testing.assert_close(found["value"], truth["value"])
+    torch.testing.assert_close(found["rows "], truth["rows "], rtol=rtol, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "MultiSimilarityLoss", "ProxyAnchorLoss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numerics_never_go_below_float32(pool: RankPool, dtype: torch.dtype, name: str) -> None:
     """Only the embeddings are low: value and gradient are those of float32 on the very same numbers."""
-    batch = global_rows()
-    torch.manual_seed(3)
-    leaf = nn.functional.pad(batch["features"], (0, 1)).to(dtype).float().requires_grad_()
-    truth = graded(PML[name].make()(leaf, batch["labels"]), rows=leaf)
-    found = joined(pool.run(2, in_low_precision, name, dtype), "rows")
-    torch.testing.assert_close(found["value"], truth["value"])
-    torch.testing.assert_close(found["rows"], truth["rows"].double(), rtol=2e-2, atol=1e-4)
+    parity(pool, in_low_precision, PARTS, name, dtype, rtol=2e-2, compare=compare_low)
 
 
 def draws(steps: int) -> list[float]:
@@ -196,8 +202,8 @@ def registered() -> dict[str, dict[str, Tensor]]:
 def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
     assert GlobalBatchLoss(OwnRows()).exact_modes() == ("replicated",)
     results = pool.run(2, registered)
-    compare(joined([r["rows"] for r in results]), alone(PML["ContrastiveLoss"], []))
-    compare(joined([r["elements"] for r in results]), alone(PML["ArcFaceLoss"], []))
+    compare(joined([r["rows"] for r in results]), alone(PML["ContrastiveLoss"]))
+    compare(joined([r["elements"] for r in results]), alone(PML["ArcFaceLoss"]))
 
 
 class OwnTiles(pml.ContrastiveLoss):
@@ -218,7 +224,7 @@ def registered_tiles() -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_declared_class_brings_its_own_tiles(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, registered_tiles)
-    compare(joined(results), alone(PML["ContrastiveLoss"], []))
+    compare(joined(results), alone(PML["ContrastiveLoss"]))
 
 
 def test_tiles_that_are_none_are_refused() -> None:
@@ -258,7 +264,7 @@ def test_without_a_process_group_it_is_the_loss_itself(name: str) -> None:
     net, loss = fresh(PML[name])
     args, kwargs = by_labels(net, global_rows())
     assert not dist.is_initialized()
-    compare(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), alone(PML[name], []))
+    compare(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), alone(PML[name]))
 
 
 def evaluated(name: str) -> tuple[float, bool]:
@@ -270,7 +276,7 @@ def evaluated(name: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SupConLoss", "NCALoss"])
 def test_without_gradient_it_gives_the_value(pool: RankPool, name: str) -> None:
-    truth = float(alone(PML[name], [])["value"])
+    truth = float(alone(PML[name])["value"])
     assert pool.run(2, evaluated, name) == [(pytest.approx(truth, rel=1e-9), False)] * 2
 
 

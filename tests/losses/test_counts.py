@@ -12,10 +12,10 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners
 from torch import nn
 
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
+from tests.doors import handshake
 from tests.losses.cases import PML, both_views, two_views
 from tests.losses.harness import CLASSES, DIM, Arguments, Case, Net, Rows, by_labels, fresh, own_rows
 from tests.losses.torch_cases import TORCH

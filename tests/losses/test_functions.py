@@ -19,7 +19,8 @@ from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLo
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.lightning_ranks import QUIET, make_trainer
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, assert_close, own, parity
+from tests.refusals import Refused, refusals
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
@@ -75,33 +76,24 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(7, 3, generator=generator).double(), torch.rand(7, 2, generator=generator).double()
 
 
-def trained(kind: str, part: slice | None, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The value and the gradients, of all ranks or of one process."""
+def play(place: Place, kind: str, options: dict[str, Any]) -> Found:
     model = Model()
-    rows, target = batch()
-    if part is None:
-        return graded(FUNCTIONS[kind](model)(model.layer(rows), target), net=model)
-    loss = GlobalBatchLoss(FUNCTIONS[kind](model), **options)
-    wrapped = nn.parallel.DistributedDataParallel(model.layer)
-    found = graded(loss(wrapped(rows[part]), target[part]), net=model)
+    rows, target = map(place.own, batch())
+    function = FUNCTIONS[kind](model)
+    loss = function if place.alone else GlobalBatchLoss(function, **options)
+    layer = place.ddp(model.layer)
+    found = place.graded(loss(layer(rows), target), net=model)
     scale = model.scale.grad
-    if scale is not None:  # is not in the wrapped model
+    if scale is not None and not place.alone:  # is not in the wrapped model
         dist.all_reduce(scale)
-        scale /= dist.get_world_size()
+        scale /= place.world_size
     return found
-
-
-def on_ranks(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    return trained(kind, own(ROWS[dist.get_world_size()]), options)
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "replicated"}, {"backward": "sum"}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    for kind in FUNCTIONS:
-        (oracle,) = pool.run(1, trained, kind, None, options, distributed=False)
-        for found in pool.run(world_size, on_ranks, kind, options):
-            assert_close(found, oracle)
+    parity(pool, play, ROWS[world_size], options, cases=FUNCTIONS, every_rank=True)
 
 
 @each_rank(2)
@@ -192,7 +184,7 @@ def failing_on_one_rank() -> float:
     return float(GlobalBatchLoss(odd)(torch.ones(2, 3)))
 
 
-REFUSED: dict[Callable[[], float], str] = {
+WORDS: dict[Callable[[], float], str] = {
     no_arguments: "GlobalBatchLoss(dice): expected arguments of the loss, got none",
     no_arguments_of_a_module: "GlobalBatchLoss(MSELoss): expected arguments of the loss, got none",
     unfinished: "GlobalBatchLoss(later): result: expected a function that returns tensors, got a coroutine",
@@ -205,12 +197,10 @@ REFUSED: dict[Callable[[], float], str] = {
     rows_as_result: "values that are equal on all ranks",
     failing_on_one_rank: "odd rows",
 }
-
-
-@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.__name__)
-def test_what_differs_is_an_error_on_every_rank(pool: RankPool, call: Callable[[], float]) -> None:
-    for error in pool.errors(2, call):
-        assert REFUSED[call] in error.message
+REFUSED = {
+    call.__name__: Refused(lambda _, call=call: call(), words, "Exception", same=False) for call, words in WORDS.items()
+}
+test_what_differs_is_an_error_on_every_rank = refusals(__name__, "REFUSED")
 
 
 @each_rank(2)

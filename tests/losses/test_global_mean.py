@@ -15,7 +15,7 @@ from lightning_ddp_losses import InputError, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, parity
 from tests.refusals import refusals
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
@@ -36,29 +36,22 @@ def sums(model: Any, rows: Tensor) -> tuple[Tensor, list[int]]:
     return torch.stack([out.square().sum(), out.clamp(min=0).sum()]), [len(rows), int((rows > 0).sum())]
 
 
-def on_ranks(how: str) -> dict[str, Any]:
-    model = DistributedDataParallel(net())
-    total, counts = sums(model, batch()[own(ROWS[dist.get_world_size()])])
-    if how == "together":
+def play(place: Place, how: str) -> Found:
+    model = place.ddp(net())
+    total, counts = sums(model, place.own(batch()))
+    if place.alone:
+        means = total / torch.tensor(counts)
+    elif how == "together":
         means = global_mean(total, torch.tensor(counts), name="pair")
     else:
         means = torch.stack([global_mean(t, n) for t, n in zip(total.unbind(), counts, strict=True)])
-    return graded(means[0] + 0.5 * means[1], net=model.module) | {"values": means.detach()}
-
-
-def alone() -> dict[str, Any]:
-    model = net()
-    total, counts = sums(model, batch())
-    means = total / torch.tensor(counts)
-    return graded(means[0] + 0.5 * means[1], net=model) | {"values": means.detach()}
+    return place.graded(means[0] + 0.5 * means[1], net=model) | {"values": means.detach()}
 
 
 @pytest.mark.parametrize("how", ["together", "one by one"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, how: str) -> None:
-    (oracle,) = pool.run(1, alone, distributed=False)
-    for found in pool.run(world_size, on_ranks, how):
-        assert_close(found, oracle)
+    parity(pool, play, ROWS[world_size], how, every_rank=True)
 
 
 @each_rank(2)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import global_rows
-from lightning_ddp_losses.distributed.rows import call
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import call
 from tests.refusals import refusals
 
 ROWS = (5, 2)

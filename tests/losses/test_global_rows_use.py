@@ -18,7 +18,7 @@ from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.lightning_ranks import QUIET, make_trainer
 from tests.losses.rows_cases import dice, vicreg
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, assert_close, own, parity
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
@@ -54,31 +54,19 @@ def batch() -> Tensor:
     return torch.randn(7, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-def trained(model: Any, loss: Any, rows: Tensor) -> dict[str, Tensor]:
+def play(place: Place) -> Found:
     """The value and the gradients of the second of two calls, and the centre."""
+    model, plain = place.ddp(net()), CentredLoss()
+    loss = plain if place.alone else DistributedDataParallel(GlobalBatchLoss(plain, mode="rows"))
+    rows = place.own(batch())
     loss(model(rows), model(rows * 2))
-    core = getattr(model, "module", model)
-    inner = getattr(loss, "module", loss)
-    plain = inner.loss if isinstance(inner, GlobalBatchLoss) else inner
-    found = graded(loss(model(rows), model(rows * 2)), net=core, loss=plain)
+    found = place.graded(loss(model(rows), model(rows * 2)), net=model, loss=plain)
     return found | {"centre": plain.centre.clone()}
-
-
-def on_ranks() -> dict[str, Tensor]:
-    model = DistributedDataParallel(net())
-    loss = DistributedDataParallel(GlobalBatchLoss(CentredLoss(), mode="rows"))
-    return trained(model, loss, batch()[own(ROWS[dist.get_world_size()])])
-
-
-def alone() -> dict[str, Tensor]:
-    return trained(net(), CentredLoss(), batch())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_module_with_state_and_weights(pool: RankPool, world_size: int) -> None:
-    (oracle,) = pool.run(1, alone, distributed=False)
-    for found in pool.run(world_size, on_ranks):
-        assert_close(found, oracle)
+    parity(pool, play, ROWS[world_size], every_rank=True)
 
 
 @each_rank(2)

@@ -13,10 +13,10 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, regularizers
 from torch import Tensor
 
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import process_groups
 from tests.each_rank import each_rank
 from tests.losses.cases import PML
 from tests.losses.harness import CLASSES, DIM, Case, check, on_ranks

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
-from lightning_ddp_losses.losses.tiled.evaluator import TiledCall
-from lightning_ddp_losses.losses.tiled.tile_functions import log_sum_exps
+from tests.doors import TiledCall, log_sum_exps
 from tests.oracle import assert_close, graded
 
 ROWS, DIM = 48, 5

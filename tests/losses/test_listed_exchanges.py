@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_ddp_losses import GlobalBatchLoss, global_rows, ssl
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.rows import listed
-from lightning_ddp_losses.distributed.rows.listed import Listed
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.counting import CountCollectives
+from tests.doors import Listed, handshake, listed
 from tests.losses.rows_cases import CASES, D
 from tests.oracle import own
-from tests.refusals import assert_same_error
+from tests.refusals import Refused, assert_same_error, refusals
 
 
 def case(name: str, rows: tuple[int, ...], features: int) -> tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]:
@@ -295,18 +293,10 @@ def plain_of_a_rank() -> None:
         global_rows(steps, rows_of(), large=offset, batch_dims={"large": None}, name="offset")
 
 
-def test_plain_tensors_are_still_compared(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, plain_of_a_rank), "the same values on every rank", kind="RankMismatchError")
-
-
 def other_number() -> None:
     for call in range(3):
         factor = 2 + (call == 2) * dist.get_rank()
         global_rows(lambda x, factor=factor: steps(x * factor), rows_of(), name="factor")
-
-
-def test_numbers_are_still_compared(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, other_number), "mul 2", "mul 3", kind="RankMismatchError")
 
 
 def one_is_gone() -> None:
@@ -480,3 +470,12 @@ def test_random_departures(pool: RankPool, delayed: bool) -> None:
         assert len({each.partition(" ")[0] for each in found}) == 1, f"{number}: {found}"
         assert not any("WRONG" in each for each in found), f"{number}: {found}"
     assert sum(each == "exact" for each in by_rank[0]) > 100
+
+
+REFUSED: dict[str, Refused] = {
+    "plain tensors are still compared": Refused(
+        lambda _: plain_of_a_rank(), "the same values on every rank", kind="RankMismatchError"
+    ),
+    "numbers are still compared": Refused(lambda _: other_number(), ("mul 2", "mul 3"), kind="RankMismatchError"),
+}
+test_refused = refusals(__name__, "REFUSED")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -11,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, DDPChecks, InputError, MaxSimLoss, accumulation_window
-from lightning_ddp_losses.losses.late_interaction import max_sim
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_all_close, assert_errors
+from tests.answers import assert_all_close
 from tests.counting import CountCollectives
+from tests.doors import max_sim
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
+from tests.oracle import Found, Place, parity
 from tests.processes import run_python
+from tests.refusals import Refused, refusals
 
 ROWS = {1: [[7]], 2: [[2, 5], [0, 6], [4, 4]], 3: [[4, 0, 3], [1, 1, 1]]}
 WIDTH, DIM = 6, 4
@@ -82,37 +84,30 @@ def as_mask(given: Any, inputs: Tensor) -> Tensor:
     return given if given.ndim == 2 else places < given[:, None]
 
 
-def step(form: str, rows: int, part: slice | None) -> dict[str, Tensor]:
-    """The value and the gradients: the naive ones without a part of the rows, else those of this rank."""
+def play(place: Place, form: str, tile: int) -> Found:
+    """The value and the gradients, in one process the naive ones."""
     columns = 2 if form in ("documents", "lengths", "no mask") else 3
-    inputs, counts = map(list, zip(*(texts(rows, column) for column in range(columns)), strict=True))
-    model: Any = net()
-    if part is None:
-        queries, *documents = map(model, inputs)
+    made = [texts(sum(place.sizes), column) for column in range(columns)]
+    inputs, counts = ([place.own(each) for each in column] for column in zip(*made, strict=True))
+    model = place.ddp(net())
+    # all texts in one call, as DDP reduces one forward
+    flat = model(torch.cat([column.flatten(0, 1) for column in inputs]))
+    pieces = flat.split([column.shape[:2].numel() for column in inputs])
+    queries, *documents = [piece.view(*c.shape[:2], DIM) for piece, c in zip(pieces, inputs, strict=True)]
+    if place.alone:
         value = naive(form, queries, documents, list(map(as_mask, masks_of(form, counts), inputs)))
-    else:
-        model = DistributedDataParallel(model) if dist.is_initialized() else model
-        inputs, counts = [column[part] for column in inputs], [mask[part] for mask in counts]
-        queries, *documents = model(torch.cat([column.flatten(0, 1) for column in inputs])).split(
-            [c.shape[:2].numel() for c in inputs]
-        )
-        documents = [flat.view(*c.shape[:2], DIM) for flat, c in zip(documents, inputs[1:], strict=True)]
-        own, *others = masks_of(form, counts)
-        loss = MaxSimLoss(0.7, similarity=farthest if form == "a score of one's own" else None)
-        single = len(documents) == 1
+        return place.graded(value * 3, net=model) | {"value": value.detach()}
+    own, *others = masks_of(form, counts)
+    loss = MaxSimLoss(0.7, similarity=farthest if form == "a score of one's own" else None)
+    is_single = len(documents) == 1
+    with mock.patch.object(max_sim, "TILE_ELEMENTS", tile):
         value = loss(
-            queries.view(*inputs[0].shape[:2], DIM),
-            documents[0] if single else documents,
+            queries,
+            documents[0] if is_single else documents,
             queries_mask=own,
-            documents_mask=others[0] if single else others,
+            documents_mask=others[0] if is_single else others,
         )
-    (value * 3).backward()
-    return {"value": value.detach(), **{name.removeprefix("module."): p.grad for name, p in model.named_parameters()}}
-
-
-def on_ranks(form: str, rows: list[int]) -> dict[str, Tensor]:
-    starts = [*itertools.accumulate(rows, initial=0)]
-    return step(form, sum(rows), slice(*starts[dist.get_rank() : dist.get_rank() + 2]))
+        return place.graded(value * 3, net=model) | {"value": value.detach()}
 
 
 @pytest.mark.parametrize("tile", [max_sim.TILE_ELEMENTS, 60], ids=["one tile", "many tiles"])
@@ -120,16 +115,7 @@ def on_ranks(form: str, rows: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, form: str, tile: int) -> None:
     for rows in ROWS[world_size]:
-        oracle = step(form, sum(rows), None)
-        assert_all_close(pool.run(world_size, with_tiles, tile, form, rows), oracle)
-
-
-def with_tiles(tile: int, form: str, rows: list[int]) -> dict[str, Tensor]:
-    before, max_sim.TILE_ELEMENTS = max_sim.TILE_ELEMENTS, tile
-    try:
-        return on_ranks(form, rows)
-    finally:
-        max_sim.TILE_ELEMENTS = before
+        parity(pool, play, rows, form, tile, every_rank=True)
 
 
 # ---------------------------------------------------------------------- what travels, what is alive
@@ -293,12 +279,10 @@ MISUSES = {
     "order": ("RankMismatchError", "which of several"),
     "window": ("ConfigurationError", "MaxSimLoss"),
 }
-
-
-@pytest.mark.parametrize("how", MISUSES)
-def test_misuse(pool: RankPool, how: str) -> None:
-    kind, words = MISUSES[how]
-    assert_errors(pool.errors(2, misused, how), words, of=kind)
+REFUSED = {
+    how: Refused(lambda _, how=how: misused(how), words, kind, same=False) for how, (kind, words) in MISUSES.items()
+}
+test_misuse = refusals(__name__, "REFUSED")
 
 
 def test_options() -> None:

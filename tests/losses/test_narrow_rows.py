@@ -19,9 +19,8 @@ from pytorch_metric_learning.distances import LpDistance
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
-from lightning_ddp_losses.distributed import collectives, gathered_batch
-from lightning_ddp_losses.distributed.raw_collectives import Ring
 from tests.counting import nothing_rides
+from tests.doors import Ring, collectives, gathered_batch
 from tests.each_rank import each_rank
 from tests.test_microbatch import Allocated
 

@@ -16,11 +16,9 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, SigLipLoss
-from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.losses import partial_sums, sharded_weight
-from lightning_ddp_losses.losses.tiled import evaluator
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import evaluator, handshake, inputs
 from tests.each_rank import each_rank
 from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML

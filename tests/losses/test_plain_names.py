@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.core.torch_compat import uncompiled
+from lightning_ddp_losses import GlobalBatchLoss as Wrapper
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss as Wrapper
+from tests.doors import uncompiled
 from tests.losses.lightly_paths import paths_of_lightly
 
 DIM, CLASSES = 8, 5

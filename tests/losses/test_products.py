@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
-from lightning_ddp_losses.audit.recorder import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products, tile_compiler, two_towers
-from lightning_ddp_losses.losses.products import LogSumExp, RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import LogSumExp, RunningLogSumExp, max_and_sum_exp, product_choices, unit_roundoff, unit_rows
 from tests.oracle import graded, joined, own
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters

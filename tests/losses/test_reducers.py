@@ -22,7 +22,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses.cases import PML, REDUCERS
 from tests.losses.harness import DIM, SPLITS, Case, alone, compare, on_ranks
-from tests.oracle import joined
+from tests.oracle import joined, problem
 
 EVERY: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(make, 1.0) for name, make in REDUCERS.items()},
@@ -56,7 +56,7 @@ def supported(loss: str) -> dict[str, dict[str, Tensor]]:
     found = {}
     for reducer in EVERY:
         with contextlib.suppress(*REFUSALS):
-            found[reducer] = alone(reduced(loss, reducer), [])
+            found[reducer] = alone(reduced(loss, reducer))
     return found
 
 
@@ -78,8 +78,10 @@ def test_reducers_divide_by_what_all_ranks_have(pool: RankPool, world_size: int,
     # each reducer on two ranks or on three, with the next loss the other way round
     by_turns = list(truths)[(SUMS.index(loss) + world_size) % 2 :: 2]
     results = pool.run(world_size, measure, loss, by_turns, split)
+    problems: list[str] = []
     for key in results[0]:
-        compare(joined([result[key] for result in results]), truths[key.split(": ")[0]], key)
+        problems += problem(key, compare, joined([result[key] for result in results]), truths[key.split(": ")[0]])
+    assert not problems, "\n".join(problems)
 
 
 def test_every_reducer_is_tried() -> None:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.distributed.rows import evaluation
-from lightning_ddp_losses.distributed.rows.call import Exchanged, RowsCall
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import Exchanged, RowsCall, evaluation
 from tests.each_rank import each_rank
 from tests.losses import rows_cases
 from tests.losses.rows_cases import D

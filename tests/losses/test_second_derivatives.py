@@ -11,7 +11,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, global_mean
 from lightning_ddp_losses.metrics import differentiable

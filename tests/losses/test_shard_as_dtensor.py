@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_ddp_losses import ClassShardedLoss
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import process_groups
 from tests.each_rank import each_rank
 from tests.oracle import assert_close
-from tests.strategies.test_calls import assert_same_error
+from tests.refusals import assert_same_error
 
 CLASSES, DIM, ROWS = 5, 4, 12  # on 4 ranks: 2, 2, 1 and 0 classes
 CENTERS = {"ArcFaceLoss": 1, "ProxyNCALoss": 1, "SubCenterArcFaceLoss": 3, "SoftTripleLoss": 2}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.losses import harness
 from tests.losses.harness import CLASSES, DIM
 from tests.oracle import assert_close, graded, own
-from tests.refusals import call_row
+from tests.refusals import Refused, refusals
 
 WORLD = 4
 PARTS = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
@@ -93,20 +91,15 @@ def drifting(apart: bool) -> None:
 
 
 NAME = "ClassShardedLoss(ArcFaceLoss): "
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "tuples of other rows": (lambda r: ask(r, more_rows=True), NAME, "InputError", WORLD),
-    "labels out of range": (lambda r: ask(r, label=1 + 100 * (r == 2)), NAME, "InputError", WORLD),
-    "replicas that nobody averages": (lambda r: drifting(True), "replicas: weights", "RankMismatchError", WORLD),
+# each part has its own text
+REFUSED: dict[str, Refused] = {
+    "tuples of other rows": Refused(lambda r: ask(r, more_rows=True), NAME, "InputError", WORLD, same=False),
+    "labels out of range": Refused(lambda r: ask(r, label=1 + 100 * (r == 2)), NAME, "InputError", WORLD, same=False),
+    "replicas that nobody averages": Refused(
+        lambda r: drifting(True), "replicas: weights", "RankMismatchError", WORLD, same=False
+    ),
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_error_of_one_part_is_that_of_all(pool: RankPool, name: str) -> None:
-    _, words, kind, ranks = REFUSED[name]
-    for error in pool.errors(ranks, call_row, __name__, "REFUSED", name):  # each part has its own text
-        assert error.is_a(kind), error.traceback
-        assert words in error.message
-        assert not error.timed_out
+test_an_error_of_one_part_is_that_of_all = refusals(__name__, "REFUSED")
 
 
 def test_weights_of_replicas_that_are_averaged_are_none(pool: RankPool) -> None:

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
-from lightning_ddp_losses.losses.kernels import choice
-from lightning_ddp_losses.losses.tile_compiler import KernelError
-from lightning_ddp_losses.losses.tower_tiles import TowerCall
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
+from tests.doors import KernelError, TowerCall, choice
 from tests.processes import run_python
 from tests.strategies.jobs import Job, fit
 

@@ -6,7 +6,6 @@ slices of the one process's.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pickle
 from collections.abc import Callable
@@ -23,21 +22,25 @@ from pytorch_metric_learning.utils import common_functions
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.evaluations import chunks_of
-from lightning_ddp_losses.losses.gathered_call import CallBatches, PMLCall, SeedCounter
-from lightning_ddp_losses.losses.pml_registry import facts_of
-from lightning_ddp_losses.losses.products import TOWER_BYTES
-from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
-from lightning_ddp_losses.losses.tiled.tiles import tile_distance
-from lightning_ddp_losses.losses.two_towers import tiles_of
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import (
+    TOWER_BYTES,
+    CallBatches,
+    PMLCall,
+    SeedCounter,
+    chunks_of,
+    facts_of,
+    gather_batch,
+    rows_of_a_tile,
+    tile_distance,
+    tiles_of,
+)
 from tests.each_rank import each_rank
 from tests.losses import harness
 from tests.losses.cases import REDUCERS
-from tests.oracle import assert_close, graded, joined, own, problem
+from tests.oracle import Found, Place, graded, joined, own, parity
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -188,49 +191,21 @@ def recording(make: Make) -> nn.Module:
         return make().double()
 
 
-def alone(make: Make, give: Give) -> dict[str, Any]:
-    rows, loss = batch(), recording(make)
-    leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-    found = graded(loss(**give(leaf, rows, views, False)), rows=leaf, views=views)
-    return {**found, "records": records(loss)}
-
-
-def on_ranks(
-    names: list[str], tile_bytes: int | None, options: dict[str, Any] | None = None, sizes: list[int] | None = None
-) -> dict[str, Any]:
-    part, found = own(sizes or SPLITS[dist.get_world_size()]), {}
-    for name in names:
-        make, give = CASES[name]
-        rows = {n: t[part].clone() for n, t in batch().items()}
-        leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-        # tiles that are compiled record nothing: the host does not know their pairs
-        loss = make().double() if "compile_tiles" in (options or {}) else recording(make)
-        wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes, **(options or {}))
-        assert wrapped.evaluation.startswith("tiled")
-        found[name] = graded(wrapped(**give(leaf, rows, views, True)), rows=leaf, views=views)
-        found[name]["records"] = records(loss)
-    return found
-
-
-def compare(results: list[dict[str, Any]], truth: dict[str, Any], statistics: bool = True) -> None:
-    assert truth["rows"].norm() > 0
-    of_ranks, expected = ([{n: t for n, t in f.items() if n != "records"} for f in fs] for fs in (results, [truth]))
-    assert_close(joined(of_ranks, "rows", "views"), expected[0])
-    for result in results if statistics else []:
-        assert result["records"] == pytest.approx(truth["records"], rel=1e-9)
-
-
-def problems_of(names: list[str], results: list[dict[str, Any]], what: str = "", *, statistics: bool = True) -> str:
-    """What is wrong with ranks, a line a case."""
-    problems: list[str] = []
-    for name in names:
-        problems += problem(what + name, compare, [result[name] for result in results], truth_of(name), statistics)
-    return "\n".join(problems)
-
-
-@functools.cache
-def truth_of(name: str) -> dict[str, Any]:
-    return alone(*CASES[name])
+def play(place: Place, name: str, tile_bytes: int | None, options: dict[str, Any] | None = None) -> Found:
+    """Value, gradients and records; tiles that are compiled record nothing, for the host does not know their pairs."""
+    (make, give), is_compiled = CASES[name], "compile_tiles" in (options or {})
+    rows = {name: place.own(tensor).clone() for name, tensor in batch().items()}
+    leaf, views = place.leaf("embeddings", batch()["embeddings"]), place.leaf("views", batch()["views"])
+    loss = make().double() if is_compiled else recording(make)
+    judge = loss
+    if not place.alone:
+        judge = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes, **(options or {}))
+        assert judge.evaluation.startswith("tiled")
+    found = place.graded(judge(**give(leaf, rows, views, not place.alone)))
+    assert not place.alone or found["rows embeddings"].any()
+    if is_compiled:
+        return found
+    return found | {f"value of {key}": torch.tensor(number) for key, number in records(loss).items()}
 
 
 def test_tiles_are_one_process(pool: RankPool) -> None:
@@ -239,15 +214,14 @@ def test_tiles_are_one_process(pool: RankPool) -> None:
     A tile does not know how many ranks there are: it has its rows and all columns, and three uneven ranks cut both at more places.
     """
     names = list(CASES)
-    assert any("num_above_low" in record for name in names for record in truth_of(name)["records"])
+    assert any("num_above_low" in key for name in names for key in play(Place([ROWS]), name, None))
     for world_size, some in ((1, names[::3]), (2, names[1::3]), (3, names)):
-        assert not problems_of(some, pool.run(world_size, on_ranks, some, TILE_BYTES), f"{world_size} ranks, ")
+        parity(pool, play, SPLITS[world_size], TILE_BYTES, cases=some)
 
 
 @pytest.mark.parametrize("tile_bytes", [TILE_BYTES, None])  # several tiles, or one that is kept for backward
 def test_a_rank_without_rows_takes_part(pool: RankPool, tile_bytes: int | None) -> None:
-    names = [f"{name}, {given}" for name in LOSSES for given in GIVEN]
-    assert not problems_of(names, pool.run(3, on_ranks, names, tile_bytes, None, [0, 25, 35]))
+    parity(pool, play, [0, 25, 35], tile_bytes, cases=[f"{name}, {given}" for name in LOSSES for given in GIVEN])
 
 
 def test_tiles_on_an_accelerator_are_few() -> None:
@@ -283,29 +257,21 @@ BY_ROWS: dict[str, Make] = {
 }
 
 
-def in_parts(names: list[str], part: slice, tile_bytes: int | None) -> dict[str, Any]:
-    """By case what some rows find, in tiles or (None) in one process."""
-    found = {}
-    for name, given in itertools.product(names, ("", "references")):
-        rows = {n: t[part].clone() for n, t in batch().items()}
-        leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-        loss = BY_ROWS[name]().double()
-        judge = loss if tile_bytes is None else GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes)
-        assert judge is loss or judge.evaluation == "row tiles"
-        value = judge(**GIVEN[given](leaf, rows, views, judge is not loss))
-        found[f"{name}, {given}"] = graded(value, rows=leaf, views=views, loss=loss)
-    return found
-
-
-def in_parts_on_a_rank() -> dict[str, Any]:
-    return in_parts(list(BY_ROWS), own(SPLITS[dist.get_world_size()]), 60_000)
+def in_parts(place: Place, case: tuple[str, str]) -> Found:
+    """What some rows find, in parts of the rows."""
+    name, given = case
+    rows = {name: place.own(tensor).clone() for name, tensor in batch().items()}
+    leaf, views = place.leaf("embeddings", batch()["embeddings"]), place.leaf("views", batch()["views"])
+    loss = BY_ROWS[name]().double()
+    judge = loss if place.alone else GlobalBatchLoss(loss, mode="rows", tile_bytes=60_000)
+    assert place.alone or judge.evaluation == "row tiles"
+    return place.graded(judge(**GIVEN[given](leaf, rows, views, not place.alone)), loss=loss)
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {1, 2}))
 def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
-    results = pool.run(world_size, in_parts_on_a_rank)
-    for name, truth in in_parts(list(BY_ROWS), slice(None), None).items():
-        harness.compare(joined([result[name] for result in results], "rows", "views"), truth, name)
+    cases = itertools.product(BY_ROWS, ("", "references"))
+    parity(pool, in_parts, SPLITS[world_size], cases=cases, compare=harness.compare)
 
 
 def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
@@ -366,22 +332,18 @@ DISAGREE: dict[str, tuple[Any, ...]] = {
 test_ranks_that_disagree_get_one_error = refusals(__name__, "DISAGREE")
 
 
-def warm(part: slice, wrap: bool) -> dict[str, Tensor]:
+def warm(place: Place) -> Found:
     """A temperature that someone made a parameter."""
     loss = pml.NTXentLoss().double()
     loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-    judge = GlobalBatchLoss(loss) if wrap else loss
-    value = judge(batch()["embeddings"][part].requires_grad_(), batch()["labels"][part])
-    assert not wrap or judge.evaluation == "row tiles"
-    return graded(value, loss=loss)
-
-
-def warm_on_a_rank() -> dict[str, Tensor]:
-    return warm(own(SPLITS[2]), wrap=True)
+    judge = loss if place.alone else GlobalBatchLoss(loss)
+    value = judge(place.own(batch()["embeddings"]).requires_grad_(), place.own(batch()["labels"]))
+    assert place.alone or judge.evaluation == "row tiles"
+    return place.graded(value, loss=loss)
 
 
 def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
-    assert_close(joined(pool.run(2, warm_on_a_rank)), warm(slice(None), wrap=False))
+    parity(pool, warm, SPLITS[2])
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)

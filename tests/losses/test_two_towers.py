@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.harness import DIM, SPLITS, TASK, compare, own_rows
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import Encoder, assert_close, graded, joined, own, problem
+from tests.oracle import Encoder, Found, Place, assert_close, own, parity
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -119,36 +118,25 @@ def grads_of(towers: Towers) -> dict[str, Tensor]:
     return {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
 
 
-@cache
-def truth_of(name: str) -> dict[str, Tensor]:
+def play(place: Place, name: str, gather: str) -> Found:
     case = CASES[name]
-    towers, rows = Towers(case), harness_rows()
+    towers, rows = Towers(case, gather), {key: place.own(tensor) for key, tensor in harness_rows().items()}
     extra, queue = further(case)
-    extra = None if extra is None else towers.text(extra)
+    if extra is not None:
+        extra = towers.text(extra if place.alone else extra[own(EXTRA[place.world_size])])
     images, texts = towers.image(rows["features"]), towers.text(rows["views"])
-    return graded(textbook(case, towers, images, texts, extra, queue), towers=towers)
-
-
-def measure(gather: str) -> dict[str, dict[str, Tensor]]:
-    world, found = dist.get_world_size(), {}
-    for name, case in CASES.items():
-        for split, sizes in SPLITS[world].items():
-            towers, rows = Towers(case, gather), own_rows(sizes)
-            extra, queue = further(case)
-            extra = None if extra is None else towers.text(extra[own(EXTRA[world])])
-            images, texts = towers.image(rows["features"]), towers.text(rows["views"])
-            value = towers.loss(images, texts, extra, queue, **towers.numbers())
-            found[f"{name}; {split}"] = graded(value, towers=towers)
-    return found
+    if place.alone:
+        value = textbook(case, towers, images, texts, extra, queue)
+    else:
+        value = towers.loss(images, texts, extra, queue, **towers.numbers())
+    return place.graded(value, towers=towers)
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 @pytest.mark.parametrize("gather", ["all", "ring"])
 def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> None:
-    results, problems = pool.run(world_size, measure, gather), []
-    for key in results[0]:
-        problems += problem(key, compare, joined([result[key] for result in results]), truth_of(key.split(";")[0]))
-    assert not problems, "\n".join(problems)
+    for sizes in SPLITS[world_size].values():
+        parity(pool, play, sizes, gather, cases=CASES, compare=compare)
 
 
 def both_scales(gather: str) -> tuple[float, float, float]:
@@ -222,7 +210,7 @@ def freeze(parts: list[nn.Module]) -> None:
 Loss = Callable[[Towers, Tensor, Tensor], Tensor]
 
 
-def two_steps(towers: Towers, rows: dict[str, Tensor], loss: Loss) -> dict[str, Tensor]:
+def two_steps(towers: Towers, rows: dict[str, Tensor], loss: Loss) -> Found:
     """Two calls a step, the towers' places changed, and two steps added up, weighed unlike each other."""
     for weight in (1.0, 0.3):
         x, y = towers.image(rows["features"] * weight), towers.text(rows["views"])
@@ -230,32 +218,20 @@ def two_steps(towers: Towers, rows: dict[str, Tensor], loss: Loss) -> dict[str, 
     return grads_of(towers)
 
 
-def alone(name: str, trained: str) -> dict[str, Tensor]:
-    case = LOSSES[name]
-    towers = Towers(case)
+def with_parts_frozen(place: Place, trained: str, name: str) -> Found:
+    towers = Towers(LOSSES[name], "ring")
     freeze(TRAINED[trained](towers))
-    return two_steps(towers, harness_rows(), lambda t, x, y: textbook(case, t, x, y, None, None))
-
-
-def on_ring(name: str, split: str) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for trained, frozen in TRAINED.items():
-        towers = Towers(LOSSES[name], "ring")
-        freeze(frozen(towers))
-        towers = pickle.loads(pickle.dumps(copy.deepcopy(towers)))
-        rows = own_rows(SPLITS[dist.get_world_size()][split])
-        found[trained] = two_steps(towers, rows, lambda t, x, y: t.loss(x, y))
-    return found
+    rows = {key: place.own(tensor) for key, tensor in harness_rows().items()}
+    if place.alone:
+        return two_steps(towers, rows, lambda t, x, y: textbook(LOSSES[name], t, x, y, None, None))
+    towers = pickle.loads(pickle.dumps(copy.deepcopy(towers)))
+    return two_steps(towers, rows, lambda t, x, y: t.loss(x, y))
 
 
 @pytest.mark.parametrize(("world_size", "split"), [(2, "uneven"), (3, "a rank without rows")])
 @pytest.mark.parametrize("name", LOSSES)
 def test_several_calls_and_steps_with_parts_frozen(pool: RankPool, name: str, world_size: int, split: str) -> None:
-    results = pool.run(world_size, on_ring, name, split)
-    for trained in TRAINED:
-        expected = alone(name, trained)
-        assert all(set(result[trained]) == set(expected) for result in results)
-        assert_close({n: torch.stack([r[trained][n] for r in results]).mean(0) for n in expected}, expected)
+    parity(pool, with_parts_frozen, SPLITS[world_size][split], name, cases=TRAINED)
 
 
 def partly(name: str, sizes: list[int], frozen: str) -> dict[str, Tensor]:
@@ -303,7 +279,7 @@ def in_a_group() -> dict[str, Tensor] | None:
 def test_a_ring_of_some_ranks(pool: RankPool) -> None:
     first, outside, second = pool.run(3, in_a_group, fresh=True)
     assert outside is None
-    expected = alone("CLIP", "all")
+    expected = with_parts_frozen(Place([12]), "all", "CLIP")
     assert_close({n: (first[n] + second[n]) / 2 for n in expected}, expected)
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.each_rank import each_rank
 from tests.losses.cases import both_views
 from tests.losses.harness import SPLITS, Case, check, compare, on_ranks, splits_by_turns
-from tests.oracle import graded, joined, own
+from tests.oracle import Found, Place, graded, joined, own, parity
 from tests.slow_parameters import slow_parameters
 
 TEMPERATURE = 0.5
@@ -85,18 +86,13 @@ def simclr(first: Tensor, second: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, partner)
 
 
-def of_one_process(rows: int) -> dict[str, Tensor]:
-    first, second = (view.requires_grad_() for view in views(rows))
-    return graded(simclr(first, second), first=first, second=second)
-
-
-def of_ranks(sizes: list[int], options: dict[str, Any], frozen: bool = False) -> tuple[dict[str, Tensor], int]:
-    """This rank's value and gradients, and the number of collectives in backward; no gradient goes to a frozen second view."""
-    first, second = (view[own(sizes)].clone().requires_grad_() for view in views(sum(sizes)))
-    loss = GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(TEMPERATURE)), **options)
-    value = loss(first, second.detach() if frozen else second)
-    with CountCollectives() as counter:
-        return graded(value, first=first, second=second), len(counter.take())
+def play(place: Place, options: dict[str, Any], frozen: bool = False) -> Found:
+    """Value and gradients; no gradient goes to a frozen second view."""
+    first, second = map(place.leaf, ("first", "second"), views(sum(place.sizes)))
+    loss: Any = simclr
+    if not place.alone:
+        loss = GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(TEMPERATURE)), **options)
+    return place.graded(loss(first, second.detach() if frozen else second))
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "a view without gradient"])
@@ -105,14 +101,17 @@ def of_ranks(sizes: list[int], options: dict[str, Any], frozen: bool = False) ->
 def test_nt_xent_of_two_views_is_simclr(
     pool: RankPool, sizes: list[int], options: dict[str, Any], frozen: bool
 ) -> None:
-    results, truth = pool.run(len(sizes), of_ranks, sizes, options, frozen), of_one_process(sum(sizes))
-    if frozen:
-        del truth["second"]
-    compare(joined([found for found, _ in results], "first", "second"), truth)
+    parity(pool, play, sizes, options, frozen, compare=compare)
 
 
-def test_tiles_need_no_collective_in_backward(pool: RankPool) -> None:
-    assert [count for _, count in pool.run(2, of_ranks, [20, 20], {})] == [0, 0]
+@each_rank(2)
+def test_tiles_need_no_collective_in_backward() -> None:
+    place = Place([20, 20], dist.get_rank())
+    first, second = map(place.leaf, ("first", "second"), views(40))
+    value = GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(TEMPERATURE)))(first, second)
+    with CountCollectives() as counter:
+        value.backward()
+    assert counter.take() == []
 
 
 # ---------------------------------------------------------------------- pairs by place, and another number of references

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.core.inputs import map_tensors
 from lightning_ddp_losses.metrics import differentiable
+from tests.doors import map_tensors
 from tests.metrics.cases import Case
-from tests.oracle import cuts
+from tests.oracle import Place, cuts
 
 STEPS = 2
 
@@ -30,10 +30,6 @@ def splits(world_size: int, even: bool) -> Callable[[int], slice]:
 
 def rows_of(batch: Any) -> int:
     return len(batch[0])
-
-
-def own_part(batch: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
-    return map_tensors(lambda t: t[part].clone(), batch)  # type: ignore[no-any-return]
 
 
 def flat(value: Any) -> list[Tensor]:
@@ -53,47 +49,38 @@ def difference(ours: Sequence[Tensor], oracle: Sequence[Tensor]) -> float:
     return worst
 
 
-@cache
-def alone(case: Case) -> list[list[Tensor]]:
-    """For each step value and gradient, then what `compute` says of all steps; once in the life of a rank."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Metric `.*` will save all")
-        metric, found = case.make().set_dtype(torch.float64), []
-        metric.distributed_available_fn = lambda: False
-        for step in range(STEPS):
-            first, *rest = case.global_batch(step)
-            leaf = first.clone().requires_grad_()
-            value = metric(leaf, *rest)
-            case.quantity(value).backward()
-            assert leaf.grad.abs().sum() > 0
-            found.append([*flat(value), leaf.grad])
-        return [*found, flat(metric.compute())]
-
-
-def step_on_rank(metric: Any, case: Case, step: int, part: slice) -> list[Tensor]:
-    """Value of a step on this rank, and the gradient of its rows over W."""
-    first, *rest = own_part(case.global_batch(step), part)
+def step(place: Place, metric: Any, case: Case, number: int) -> list[Tensor]:
+    """Value of a step, and the gradient of the rows that are here, over W."""
+    first, *rest = map_tensors(lambda t: place.own(t).clone(), case.global_batch(number))
     leaf = first.requires_grad_()
     value = metric(leaf, *rest)
     case.quantity(value).backward()
-    return [*flat(value), leaf.grad / dist.get_world_size()]
+    assert not place.alone or leaf.grad.abs().sum() > 0
+    return [*flat(value), leaf.grad / place.world_size]
 
 
-def on_ranks(case: Case, even: bool) -> tuple[list[list[Tensor]], slice]:
-    """The same on this rank; gradients are of its own rows."""
+def play(place: Place, case: Case) -> list[list[Tensor]]:
+    """For each step value and gradient, then what `compute` says of all steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Metric `.*` will save all")
-        world, found = dist.get_world_size(), []
-        metric = differentiable(case.make())
-        for step in range(STEPS):
-            part = splits(world, even)(rows_of(case.global_batch(step)))
-            found.append(step_on_rank(metric, case, step, part))
-        return [*found, flat(metric.compute())], part
+        metric: Any = case.make() if place.alone else differentiable(case.make())
+        if place.alone:
+            metric.set_dtype(torch.float64)
+            metric.distributed_available_fn = lambda: False
+        found = [step(place, metric, case, number) for number in range(STEPS)]
+        return [*found, flat(metric.compute())]
+
+
+@cache
+def alone(case: Case) -> list[list[Tensor]]:
+    """In one process; once in the life of a rank."""
+    return play(Place(()), case)
 
 
 def compare(case: Case, even: bool) -> float:
     """Run both on this rank; the largest relative difference, of values, gradients and the accumulated value, over `rtol`."""
-    ours, part = on_ranks(case, even)
+    parts = cuts(rows_of(case.global_batch(0)), dist.get_world_size(), even=even)
+    place = Place([part.stop - part.start for part in parts], dist.get_rank())
     *steps, total = alone(case)
-    oracle = [*([*values, grad[part]] for *values, grad in steps), total]
-    return max(difference(a, b) for a, b in zip(ours, oracle, strict=True)) / case.rtol
+    oracle = [*([*values, place.own(grad)] for *values, grad in steps), total]
+    return max(difference(a, b) for a, b in zip(play(place, case), oracle, strict=True)) / case.rtol

@@ -20,7 +20,7 @@ from torchmetrics.clustering import MutualInfoScore, RandScore
 from torchmetrics.wrappers import BootStrapper
 
 from lightning_ddp_losses import ConfigurationError, DifferentiableMetric, differentiable
-from lightning_ddp_losses.metrics.conversion import WITHOUT_GRADIENT
+from tests.doors import WITHOUT_GRADIENT
 from tests.metrics.cases import differentiable_classes
 from tests.metrics.kinds import Ours
 from tests.refusals import refusals_of_one_process

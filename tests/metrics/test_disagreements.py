@@ -13,11 +13,11 @@ import torchmetrics as tm
 from torch import Tensor
 from torchmetrics.wrappers import MultitaskWrapper
 
-from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, synced
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import process_groups
 from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
 from tests.refusals import assert_same_error, refusals

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
-from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.metrics import differentiable
 from tests.counting import CountCollectives
+from tests.doors import tensors_in
 from tests.each_rank import each_rank
 from tests.metrics.kinds import KINDS, Ours
 from tests.oracle import cuts

@@ -14,8 +14,8 @@ from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.metrics.cases import CASES, differentiable_classes
-from tests.metrics.harness import alone, difference, rows_of, step_on_rank
-from tests.oracle import own
+from tests.metrics.harness import alone, difference, rows_of, step
+from tests.oracle import Place, own
 from tests.slow_parameters import slow_parameters
 
 # rows of each rank, and how often each row is repeated
@@ -119,8 +119,8 @@ def test_a_rank_without_rows_counts_for_nothing(family: str) -> None:
         for index, case in enumerate(CASES.get(name, []) if cls.__module__.split(".")[1] == family else []):
             number = rows_of(case.global_batch(0))
             if number >= 4:
-                part = own([number // 2, number - number // 2, 0])
+                place = Place([number // 2, number - number // 2, 0], dist.get_rank())
                 *values, grad = alone(case)[0]
-                ours = step_on_rank(differentiable(case.make()), case, 0, part)
-                off[f"{name} {index}"] = difference(ours, [*values, grad[part]]) / case.rtol
+                ours = step(place, differentiable(case.make()), case, 0)
+                off[f"{name} {index}"] = difference(ours, [*values, place.own(grad)]) / case.rtol
     assert {name: number for name, number in off.items() if not number < 1} == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ddp_losses.metrics.conversion import WITHOUT_GRADIENT
+from tests.doors import WITHOUT_GRADIENT
 from tests.each_rank import each_rank
 from tests.metrics.cases import CASES, NOT_FED, differentiable_classes
 from tests.metrics.harness import compare

@@ -11,10 +11,9 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
-from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.metrics import differentiable, synced
-from lightning_ddp_losses.metrics.exchange import ExchangePlan, plans_of
+from tests.doors import ExchangePlan, Plans, plans_of
 from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
 

@@ -23,9 +23,9 @@ from torchmetrics import MetricCollection
 
 from lightning_ddp_losses import ConfigurationError, EmbeddingRetrieval, InputError, synced
 from lightning_ddp_losses.metrics import nearest, retrieval_value
-from lightning_ddp_losses.metrics.nearest import GalleryPart, best_columns
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.doors import GalleryPart, best_columns
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.metrics.retrieval_oracle import Row, retrieval

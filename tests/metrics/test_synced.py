@@ -32,11 +32,10 @@ from torchmetrics.wrappers import (
 
 from lightning_ddp_losses import ConfigurationError, differentiable, synced
 from lightning_ddp_losses.cli.manual import find_page
-from lightning_ddp_losses.core.inputs import map_tensors
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.metrics import exchange
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.doors import map_tensors, process_groups
 from tests.each_rank import each_rank
 from tests.refusals import refusals, refusals_of_one_process
 

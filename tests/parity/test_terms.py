@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import global_mean, parity
-from lightning_ddp_losses.audit.terms import terms_of
-from lightning_ddp_losses.core.fault_rules import starts_at_own_rows
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from tests.doors import starts_at_own_rows, terms_of
 
 ROWS, FEATURES, CLASSES = 12, 6, 3
 IGNORED = -100

@@ -30,8 +30,8 @@ from torch.utils.data import (
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler, global_draw
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.counting import CountCollectives
+from tests.refusals import Refused, refusals
 from tests.samplers.cases import CASES, LABELS, ROWS, SEED, Case, one_process
 
 Epochs = list[list[list[Any]]]
@@ -330,51 +330,44 @@ def other_length() -> Any:
 
 
 SIXTEEN = "expected 15 (3 ranks * local_batch_size 5), got 16"
-# what is asked of which sampler, the error and its words
-ON_RANKS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], str, list[str]]] = {
-    "16 rows for 3 ranks, at len": (
-        len,
-        undivided,
-        "ConfigurationError",
+ON_RANKS: dict[str, Refused] = {
+    "16 rows for 3 ranks, at len": Refused(
+        lambda _: len(undivided()),
         [SIXTEEN, "GlobalBatchSampler.batches(sampler, 16)", "unevenly"],
+        "ConfigurationError",
+        3,
     ),
-    "16 rows for 3 ranks": (list, undivided, "ConfigurationError", [SIXTEEN]),
-    "2 rows left, at len": (len, too_small, "InputError", ["batch 4: expected at least one", "drop_last=True"]),
-    "2 rows left for 3 ranks": (list, too_small, "InputError", ["batch 4: expected at least one", "got 2"]),
-    "a small batch": (
-        list,
-        lambda: GlobalBatchSampler.batches([[0, 1, 2], [3, 4]]),
-        "InputError",
+    "16 rows for 3 ranks": Refused(lambda _: list(undivided()), [SIXTEEN], "ConfigurationError", 3),
+    "2 rows left, at len": Refused(
+        lambda _: len(too_small()), ["batch 4: expected at least one", "drop_last=True"], "InputError", 3
+    ),
+    "2 rows left for 3 ranks": Refused(
+        lambda _: list(too_small()), ["batch 4: expected at least one", "got 2"], "InputError", 3
+    ),
+    "a small batch": Refused(
+        lambda _: list(GlobalBatchSampler.batches([[0, 1, 2], [3, 4]])),
         ["batch 1: expected at least one", "got 2"],
+        "InputError",
+        3,
     ),
-    "other labels": (
-        list,
-        other_labels,
-        "RankMismatchError",
+    "other labels": Refused(
+        lambda _: list(other_labels()),
         ["GlobalBatchSampler(MPerClassSampler) drew in epoch 0", "rank 2: digest", "same labels"],
-    ),
-    "other length": (
-        list,
-        other_length,
         "RankMismatchError",
-        ["GlobalBatchSampler(range): length", "rank 1: length=60"],
+        3,
     ),
-    "other epoch": (list, other_epoch, "RankMismatchError", ["epoch", "rank 2: epoch=2"]),
-    "one rank fails": (list, rows_on_one_rank, "InputError", ["expected indices, got batches", "rank 1 of 3"]),
+    "other length": Refused(
+        lambda _: list(other_length()),
+        ["GlobalBatchSampler(range): length", "rank 1: length=60"],
+        "RankMismatchError",
+        3,
+    ),
+    "other epoch": Refused(lambda _: list(other_epoch()), ["epoch", "rank 2: epoch=2"], "RankMismatchError", 3),
+    "one rank fails": Refused(
+        lambda _: list(rows_on_one_rank()), ["expected indices, got batches", "rank 1 of 3"], "InputError", 3
+    ),
 }
-
-
-def asked(name: str) -> None:
-    ask, make, *_ = ON_RANKS[name]
-    ask(make())
-
-
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_every_rank_gets_the_error(pool: RankPool, name: str) -> None:
-    _, _, error, texts = ON_RANKS[name]
-    errors = pool.errors(3, asked, name)
-    assert len({e.message for e in errors}) == 1
-    assert_errors(errors, *texts, of=error)
+test_every_rank_gets_the_error = refusals(__name__, "ON_RANKS")
 
 
 @pytest.mark.parametrize("name", ["m per class", "triplets", "hierarchical", "shuffles itself"])

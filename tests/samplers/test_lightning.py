@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.strategies.training_data import describe_reshuffle, refuse_other_batches
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import describe_reshuffle, refuse_other_batches
 from tests.lightning_ranks import make_trainer
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import Epochs, together

@@ -26,11 +26,11 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
-from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import EvaluationBatches, EvaluationSampler, process_groups
 from tests.lightning_ranks import make_trainer
+from tests.refusals import refusals, rows_of
 
 ROWS = 11
 # what Lightning has to say of orders and of rows that count twice, which is what this file is about
@@ -262,12 +262,9 @@ def predict_wrong(name: str) -> Any:
     return gather_predictions(trainer, trainer.predict(model, LOADERS["in order"]()))
 
 
-@pytest.mark.filterwarnings("ignore:predict returned None")
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_joined_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
-    errors = pool.errors(2, predict_wrong, name)
-    assert errors[0].message == errors[1].message
-    assert all(word in errors[0].message for word in WRONG[name][1]), errors[0].message
+REFUSED = rows_of(predict_wrong, {name: words for name, (_, words) in WRONG.items()})
+_warns = pytest.mark.filterwarnings("ignore:predict returned None")
+test_what_cannot_be_joined_is_the_same_error_everywhere = _warns(refusals(__name__, "REFUSED"))
 
 
 def other_predictions() -> dict[str, str]:

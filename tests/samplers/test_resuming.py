@@ -14,6 +14,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.refusals import Refused, refusals
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import build, together
 
@@ -140,16 +141,10 @@ ERRORS: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "place": (("random", "batches", 12, {}, {"rows": 30}), ["the end of one of its 5 batches of 52 rows", "row 30"]),
     "no state": (("random", "batches", 12, {}, {"rows": "many"}), ["the result of its state_dict()", "many"]),
 }
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, name: str) -> None:
-    args, texts = ERRORS[name]
-    errors = pool.errors(3, refused, *args)
-    assert {error.type for error in errors} == {"InputError"}
-    assert len({error.message for error in errors}) == 1
-    for text in texts:
-        assert text in errors[0].message
+REFUSED = {
+    name: Refused(lambda _, args=args: refused(*args), texts, "InputError", 3) for name, (args, texts) in ERRORS.items()
+}
+test_another_sampler_is_refused_on_all_ranks = refusals(__name__, "REFUSED")
 
 
 def loaded_by_one() -> None:

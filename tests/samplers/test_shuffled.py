@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.samplers.global_batch import LocalBatches, Permutation
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.counting import CountCollectives
+from tests.doors import LocalBatches, Permutation
 from tests.samplers.test_global_batch import together
 
 

@@ -27,8 +27,8 @@ from lightning_ddp_losses import (
     microbatched,
 )
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import process_groups
 from tests.oracle import assert_close
 
 SIZES = [6, 8]

@@ -30,8 +30,8 @@ import pytest
 from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
+from tests.refusals import assert_same_error
 from tests.strategies.matrix_jobs import Cell, Modes, fit_alone, fit_on_ranks, whole
-from tests.strategies.test_calls import assert_same_error
 
 CELLS = """
 precision   optimisation    every  clip   ddp       averaged  fits        compiled  recomputed  losses   loaders  frozen

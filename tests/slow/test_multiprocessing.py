@@ -11,9 +11,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.strategies.ddp_setup import WholeStateLauncher
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
+from tests.doors import WholeStateLauncher
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.processes import run_python

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import process_groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, Saves, fit_alone, loader, make_loss, strategy_of, trainer_alone

@@ -18,8 +18,8 @@ import lightning_ddp_losses
 from lightning_ddp_losses.strategies import loss_parallelism
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit
-from tests.strategies.test_calls import assert_same_error
 
 Spoil = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -16,21 +16,13 @@ from torch import Tensor, nn
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.strategies import register_loss_type
-from lightning_ddp_losses.testing import RankError, RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.oracle import assert_close, batches, cuts
+from tests.refusals import Refused, assert_same_error, refusals
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import NeverCalled, TwoLosses
-
-
-def assert_same_error(errors: list[RankError], *words: str) -> None:
-    """Every rank raised the same DDPLossError, without waiting for a time-out, and it holds these words."""
-    told = [f"rank {error.rank}: {error.type} {error.message}" for error in errors]
-    assert all(error.is_a("DDPLossError") for error in errors), told
-    assert len({(error.type, error.message) for error in errors}) == 1, told
-    assert all(word in errors[0].message for word in words), (words, errors[0].message)
-    assert not any(error.timed_out for error in errors), told
 
 
 class SkipsALoss(TwoLosses):  # from batch `at` on, the ranks in `ranks` do not call the second loss
@@ -62,10 +54,6 @@ def test_a_loss_that_some_ranks_skip(pool: RankPool, world_size: int, ranks: tup
 @pytest.mark.parametrize("options", [{"check_calls": False}, {"find_unused_parameters": True}], ids=str)
 def test_a_skipped_loss_is_found_by_its_gradient_too(pool: RankPool, options: dict[str, Any]) -> None:
     assert_same_error(pool.errors(2, fit, partial(SkipsALoss, 1, (1,)), options), "second", "rank 1")
-
-
-def test_a_rank_that_skips_all_losses(pool: RankPool) -> None:
-    assert_same_error(pool.errors(3, fit, partial(SkipsALoss, 1, (1,), "both")), "first", "second", "rank 1")
 
 
 class FailsInBackward(Job):  # the gradient of rank 1's loss cannot be computed on the second batch
@@ -101,11 +89,6 @@ def test_a_global_loss_that_some_ranks_skip(pool: RankPool, skipped: str) -> Non
     """A rank does not go into a loss's backward exchange before its handshake has met the peers, who wait in a loss's forward."""
     errors = pool.errors(3, fit, partial(SkipsAGlobalLoss, 1, (1,), skipped))
     assert_same_error(errors, "rank 1: configuration" if skipped in ("first", "second") else "rank 1: backward")
-
-
-def test_a_skipped_loss_under_accumulation(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, partial(SkipsALoss, 0, (1,)), accumulate_grad_batches=2)
-    assert_same_error(errors, "second", "rank 1")
 
 
 @pytest.mark.filterwarnings("ignore:rows of .* differ between ranks")  # they do: 12 and 6 in an accumulation
@@ -258,18 +241,10 @@ def ride_on_first_rank() -> None:
     fit(Job, {}, callbacks=[OnFirstRank()])
 
 
-def test_what_rides_on_one_rank_only_is_one_error(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, ride_on_first_rank), "backward: notes", "payload")
-
-
 def test_without_the_frame_nothing_rides(pool: RankPool) -> None:
     for strategy in ({"check_calls": False}, {"losses": []}):
         for rode, seen, _ in pool.run(2, ride, strategy, 3):
             assert (rode, seen) == ([False, False], [])
-
-
-def test_what_a_judge_raises_ends_all_ranks_in_backward(pool: RankPool) -> None:
-    assert_same_error(pool.errors(3, ride, {}, 3, fail_at=1), "told to")
 
 
 def gathers(riding: bool) -> int:
@@ -280,3 +255,16 @@ def gathers(riding: bool) -> int:
 
 def test_a_ride_costs_no_collective(pool: RankPool) -> None:
     assert pool.run(2, gathers, True) == pool.run(2, gathers, False)
+
+
+REFUSED: dict[str, Refused] = {
+    "a rank that skips all losses": Refused(
+        lambda _: fit(partial(SkipsALoss, 1, (1,), "both")), ("first", "second", "rank 1"), ranks=3
+    ),
+    "a skipped loss under accumulation": Refused(
+        lambda _: fit(partial(SkipsALoss, 0, (1,)), accumulate_grad_batches=2), ("second", "rank 1")
+    ),
+    "what rides on one rank only is one error": Refused(lambda _: ride_on_first_rank(), ("backward: notes", "payload")),
+    "what a judge raises ends all ranks in backward": Refused(lambda _: ride({}, 3, fail_at=1), "told to", ranks=3),
+}
+test_refused = refusals(__name__, "REFUSED")

@@ -13,14 +13,13 @@ from torch import Tensor
 from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, differentiable
-from lightning_ddp_losses.distributed import raw_collectives
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.counting import StepCollectives
+from tests.doors import raw_collectives
 from tests.oracle import batches
+from tests.refusals import Refused, assert_same_error, refusals
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, make_loss
 from tests.strategies.sharded_jobs import Sharded
-from tests.strategies.test_calls import assert_same_error
 
 WRONG_AT = 2
 
@@ -74,12 +73,6 @@ def test_the_step_with_another_coefficient_is_not_taken(pool: RankPool, kind: st
     for world_size in (2, 3):
         errors = pool.errors(world_size, fit_wrong, kind)
         assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
-
-
-def test_the_last_batch_of_a_fit_counts_too(pool: RankPool) -> None:
-    """No call follows that could compare it."""
-    errors = pool.errors(2, fit_wrong, "SupConLoss", limit_train_batches=WRONG_AT + 1)
-    assert_same_error(errors, "coefficient", f"after {WRONG_AT} steps")
 
 
 class Alike(Weighs):  # the same number on all ranks; another value that is never back-propagated stays alive
@@ -146,10 +139,6 @@ class KeptOnRankOne(Weighs):
         return super().objective(features, labels, index)
 
 
-def test_a_value_that_is_never_back_propagated_hides_nothing(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, fit, KeptOnRankOne), "coefficient", "rank 0: 0.5", "rank 1: 3.0")
-
-
 # What no later call of a fit reads is read when the fit ends: shards that were broadcast, and how ranks weighed the
 # last value.
 
@@ -183,11 +172,6 @@ def test_shards_that_are_broadcast_after_a_last_call(pool: RankPool, index: int)
     assert_same_error(errors, "ClassShardedLoss(ArcFaceLoss): weight", "Something broadcast the shards")
 
 
-def test_shards_of_one_part_end_the_fit_of_all(pool: RankPool) -> None:
-    errors = pool.errors(4, fit, ShardedInParts, callbacks=[BroadcastsAfter(LAST, [0, 1])])
-    assert_errors(errors, "Something broadcast the shards")
-
-
 def test_healthy_shards_end_in_silence(pool: RankPool) -> None:
     pool.run(2, fit, Sharded, callbacks=[BroadcastsAfter(LAST + 1)])
 
@@ -203,12 +187,6 @@ class WeighsTheLast(Job):
         return value * (3.0 if index == LAST and self.global_rank else 0.5)
 
 
-def test_the_last_coefficient_is_compared(pool: RankPool) -> None:
-    assert_same_error(
-        pool.errors(2, fit, WeighsTheLast, {"check_calls": False}), "coefficient", "rank 0: 0.5", "rank 1: 3.0"
-    )
-
-
 def late_value_of_an_earlier_loss() -> None:
     """What a loss outside of the fit left is no matter of the fit."""
     loss = GlobalBatchLoss(pml.SupConLoss())
@@ -219,3 +197,24 @@ def late_value_of_an_earlier_loss() -> None:
 
 def test_what_came_before_the_fit_is_left_alone(pool: RankPool) -> None:
     pool.run(2, late_value_of_an_earlier_loss)
+
+
+REFUSED: dict[str, Refused] = {
+    # No call follows that could compare it.
+    "the last batch of a fit counts too": Refused(
+        lambda _: fit_wrong("SupConLoss", limit_train_batches=WRONG_AT + 1), ("coefficient", f"after {WRONG_AT} steps")
+    ),
+    "a value that is never back propagated hides nothing": Refused(
+        lambda _: fit(KeptOnRankOne), ("coefficient", "rank 0: 0.5", "rank 1: 3.0")
+    ),
+    "shards of one part end the fit of all": Refused(
+        lambda _: fit(ShardedInParts, callbacks=[BroadcastsAfter(LAST, [0, 1])]),
+        "Something broadcast the shards",
+        ranks=4,
+        same=False,
+    ),
+    "the last coefficient is compared": Refused(
+        lambda _: fit(WeighsTheLast, {"check_calls": False}), ("coefficient", "rank 0: 0.5", "rank 1: 3.0")
+    ),
+}
+test_refused = refusals(__name__, "REFUSED")

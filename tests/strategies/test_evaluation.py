@@ -26,13 +26,13 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions, synced
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import handshake
 from tests.lightning_ranks import make_trainer
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import trainer_alone
-from tests.strategies.test_calls import assert_same_error
 
 # torch's and Lightning's own words of what a test does on purpose
 pytestmark = [

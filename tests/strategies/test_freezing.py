@@ -18,8 +18,8 @@ from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.oracle import batches
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
-from tests.strategies.test_calls import assert_same_error
 
 
 class Finetuning(BaseFinetuning):  # the first layer trains from epoch 1 on; the last one no more from epoch 2 on

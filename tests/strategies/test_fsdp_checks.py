@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrategy, microbatched
-from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.doors import local_part
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
+from tests.refusals import assert_same_error
 from tests.strategies.fsdp_jobs import KINDS, Towers, alone, fit_sharded_model, make_job, whole_state
 from tests.strategies.jobs import TASK, fit_alone, loader, make_loss
-from tests.strategies.test_calls import assert_same_error
 
 
 def fit_checked(kind: str, prepare: Callable[[Towers], None] | None = None) -> None:

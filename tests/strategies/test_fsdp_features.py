@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
-from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
+from tests.doors import torch_compat
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, batches
+from tests.refusals import assert_same_error
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, step_alone, whole_state
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
-from tests.strategies.test_calls import assert_same_error
 
 ROWS, G, EPOCHS = 21, 6, 2
 

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses import DDPChecks
-from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import local_part
 from tests.oracle import assert_close
+from tests.refusals import assert_same_error
 from tests.slow_parameters import slow_parameters
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
-from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_fsdp_checkpoints import train
 from tests.strategies.test_fsdp_parity import joined
 

@@ -25,14 +25,14 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy, samplers
-from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
+from tests.doors import draw_of, lightning_compat
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
+from tests.refusals import refusals, rows_of
 from tests.samplers.test_global_batch import together
 from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, by_hand, rows, train
 
@@ -200,9 +200,9 @@ def fit_refused(name: str) -> None:
     fit(kind=Refused, loader={"make": make}, **options)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_sampled_is_refused_by_name(pool: RankPool, name: str) -> None:
-    assert_errors(pool.errors(2, fit_refused, name), REFUSED[name][2], of="ConfigurationError")
+WORDS = {name: words for name, (_, _, words) in REFUSED.items()}
+ON_RANKS = rows_of(fit_refused, WORDS, kind="ConfigurationError", same=False)
+test_what_cannot_be_sampled_is_refused_by_name = refusals(__name__, "ON_RANKS")
 
 
 def recipe(devices: int, load: str | None, folder: str) -> list[list[int]]:

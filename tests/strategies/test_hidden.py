@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import OPTIMIZERS, TASK, Job, assert_as_alone, fit, fit_alone, loader, make_loss, strategy_of
-from tests.strategies.test_calls import assert_same_error
 
 
 class Holder:  # a plain object of the user's

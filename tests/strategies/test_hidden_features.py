@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.cli import doctor
-from lightning_ddp_losses.core import random_state, torch_compat
-from lightning_ddp_losses.distributed import raw_collectives, rendezvous
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import random_state, raw_collectives, rendezvous, torch_compat
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, fit, fit_alone
 

@@ -29,11 +29,11 @@ from lightning_ddp_losses import (
     global_mean,
 )
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.strategies.epoch_ends import without_rows
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import without_rows
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.strategies.test_calls import assert_same_error
+from tests.refusals import assert_same_error
 from tests.strategies.test_uneven_ends import (
     CLASSES,
     LOADERS,

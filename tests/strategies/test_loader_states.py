@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses import global_mean
-from lightning_ddp_losses.strategies.resume import LOADER_STATES
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import LOADER_STATES
 from tests.strategies.test_resuming import AFTER, Line, X, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
-from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import torch_compat
 from tests.lightning_ranks import make_trainer
 
 SAVE_ADVICE = "Call `trainer.save_checkpoint` on every rank; Lightning writes on rank 0."

@@ -18,11 +18,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.distributed.global_values import remember_global_value
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.loss_parallelism import Advice
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import StepCollectives
+from tests.doors import Advice, remember_global_value
 from tests.lightning_ranks import QUIET, make_trainer, said_on_rank_zero
 from tests.processes import ROOT, run_python
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, loader, strategy_of

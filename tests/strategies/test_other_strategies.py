@@ -15,8 +15,8 @@ from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.lightning_ranks import RankEnvironment
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import Job, fit
-from tests.strategies.test_calls import assert_same_error
 
 ROWS = (7, 4, 0)
 

@@ -12,9 +12,9 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
-from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.doors import handshake, process_groups
 from tests.strategies.jobs import Job, fit, make_loss
 
 

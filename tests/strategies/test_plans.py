@@ -9,11 +9,8 @@ import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.strategies import loss_reducer
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
-from lightning_ddp_losses.strategies.loss_reducer import Gradients, ReducedParameters
+from tests.doors import FoundLoss, Gradients, LossForwardPatch, ReducedParameters, autograd_graph
 
 ROWS, LABELS = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
 

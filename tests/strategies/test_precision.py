@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.losses import global_batch, products
-from lightning_ddp_losses.losses.plans import towers
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
+from tests.doors import towers
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.core.random_state import derived_seed, read_random_states, seed_generators_
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.strategies.resume import RANDOM_STATES
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import RANDOM_STATES, derived_seed, read_random_states, seed_generators_
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.strategies.test_resuming import AFTER, BATCHES, ROWS, SEED, G, Kill, Killed, Line, X, rows, train
 

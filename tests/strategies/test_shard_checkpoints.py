@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_ddp_losses import ClassShardedLoss
-from lightning_ddp_losses.strategies.checkpoint_files import METADATA
-from lightning_ddp_losses.strategies.shards import RECORDS
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import METADATA, RECORDS
 from tests.oracle import assert_close
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, fit_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
-from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_shards import Parts
 
 SHARDED = {"sharded_checkpoints": True}

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
-from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
-from lightning_ddp_losses.strategies.shards import Shards
+from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
+from tests.doors import Shards, process_groups, tag_shard
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
+from tests.refusals import Refused, assert_same_error, refusals
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
-from tests.strategies.test_calls import assert_same_error
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*Be aware that when using `ckpt_path`"
@@ -184,10 +182,6 @@ class Clips(Sharded):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
-def test_a_users_own_clipping_is_refused(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, fit_sharded, make=Clips), "gradient_clip_val", "loss.W", of="ConfigurationError")
-
-
 class Overflow(Callback):  # one rank's shard overflows in one step
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == 1 and not getattr(self, "done", False):
@@ -211,11 +205,6 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(pool: RankPool) -> 
     assert [scale for _, scale in results] == [4.0, 4.0]
     state = joined([state for state, _ in results])  # equal but for the shards
     assert all(value.isfinite().all() for value in state.values())
-
-
-def test_plain_ddp_is_found_out(pool: RankPool) -> None:
-    """Five classes on two ranks differ in shape, and DDP itself refuses them; six would be broadcast without a word."""
-    assert_errors(pool.errors(2, fit, OtherClasses, "ddp"), "ddp_losses", of="RankMismatchError")
 
 
 class OwnShard(Job):
@@ -243,10 +232,6 @@ def test_a_sharded_parameter_of_the_module_itself_is_not_averaged(pool: RankPool
     for rank, state in enumerate(pool.run(2, fit, partial(OwnShard, optimizer="plain"))):
         steps = -0.1 * (1 + rank) * len(batches(TASK))
         assert_close({"rows": state["rows"]}, {"rows": before + steps})
-
-
-def test_ranges_that_overlap_are_an_error_on_every_rank(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, fit, OverlappingShard), "classes of `rows`", "rank 1: 0 to 2 of 4")
 
 
 def averaged(epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
@@ -374,3 +359,18 @@ def launches_of_many() -> int:
 
 def test_many_parameters_take_few_launches(pool: RankPool) -> None:
     assert max(pool.run(2, launches_of_many)) < 30
+
+
+REFUSED: dict[str, Refused] = {
+    "a users own clipping is refused": Refused(
+        lambda _: fit_sharded(make=Clips), ("gradient_clip_val", "loss.W"), kind="ConfigurationError", same=False
+    ),
+    # Five classes on two ranks differ in shape, and DDP itself refuses them; six would be broadcast without a word.
+    "plain ddp is found out": Refused(
+        lambda _: fit(OtherClasses, "ddp"), "ddp_losses", kind="RankMismatchError", same=False
+    ),
+    "ranges that overlap are an error on every rank": Refused(
+        lambda _: fit(OverlappingShard), ("classes of `rows`", "rank 1: 0 to 2 of 4")
+    ),
+}
+test_refused = refusals(__name__, "REFUSED")

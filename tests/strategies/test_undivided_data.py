@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.strategies.test_calls import assert_same_error
+from tests.refusals import assert_same_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
-from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.epoch_ends import CommonEnds, UnevenEnds, as_combined
 from lightning_ddp_losses.testing import RankError, RankPool
+from tests.doors import CommonEnds, UnevenEnds, as_combined, handshake, process_groups
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
-from tests.strategies.test_calls import assert_same_error
+from tests.refusals import assert_same_error
 
 Plan = Sequence[Sequence[int]]
 WIDTH, CLASSES = 3, 4

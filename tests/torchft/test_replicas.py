@@ -23,7 +23,7 @@ from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.distributed import process_groups
+from tests.doors import process_groups
 from tests.faults.ranks import Ended, run_ranks
 from tests.oracle import Encoder, Task, assert_close, batches
 
