@@ -31,6 +31,9 @@ from lightning_ddp_losses.core.random_state import (
 )
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
+from lightning_ddp_losses.randomness.pieces import RowPieces, pieces_of
+from lightning_ddp_losses.randomness.places import memory_order
+from lightning_ddp_losses.randomness.step_draws import beside_the_step
 
 
 def microbatched(
@@ -39,7 +42,8 @@ def microbatched(
     """Return a function that runs an encoder over its batch in pieces.
 
     Equivalent to: ``encoder(x)``, value and gradient, for an encoder that processes each row independently. The pieces draw their random
-    numbers one after the other, and draw the same numbers again in backward.
+    numbers one after the other, and draw the same numbers again in backward. Inside ``global_randomness`` they draw the numbers of
+    ``encoder(x)``.
 
     Args:
         encoder: Any module, including one inside a LightningModule or a ``DistributedDataParallel`` (or that wrapper itself).
@@ -97,16 +101,39 @@ class _Pieces:
                 fix="Pass tensors with rows in dimension 0.",
             )
         self._refuse_batch_norm()
-        # 2. one piece after the other. A rank without rows still runs its encoder
-        joined, versions, pieces = _Joined(rows), self._parameter_versions(), self._number_of_pieces(rows)
-        devices = {tensor.device for tensor in inputs.tensors_in((args, kwargs))}
-        states = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)
+        versions, pieces = self._parameter_versions(), self._number_of_pieces(rows)
         if pieces > 1 and not self._has_rows_first:
             self._refuse_other_dims(versions, args, kwargs, rows)
+        tensors = inputs.tensors_in((args, kwargs))
+        batch = [tensor for tensor in tensors if tensor.ndim and tensor.shape[0] == rows]
+        draws = pieces_of(batch, self.encoder)
+        if draws is None:
+            devices = {tensor.device for tensor in tensors}
+            states = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)
+            return self._run_all(versions, args, kwargs, rows, pieces, states)
+        with beside_the_step():  # but not a piece
+            result = self._run_all(versions, args, kwargs, rows, pieces, draws)
+            draws.mark(inputs.tensors_in(result))
+        return result
+
+    def _run_all(
+        self,
+        versions: list[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        rows: int,
+        pieces: int,
+        states: RandomStates | RowPieces,
+    ) -> Any:
+        """Run one piece after the other, and join their results. A rank without rows still runs its encoder."""
+        joined = _Joined(rows)
         for number in range(pieces):
             start = min(number * self.chunk_size, rows)
             piece = slice(start, min(start + self.chunk_size, rows))
             piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
+            if isinstance(states, RowPieces):
+                cut = inputs.tensors_in((piece_args, piece_kwargs))
+                states.add(piece, inputs.tensors_in((args, kwargs)), cut)
             if torch.is_grad_enabled():
                 # its backward reruns the piece with the same random numbers
                 result = checkpoint(
@@ -119,10 +146,13 @@ class _Pieces:
                     use_reentrant=False,
                     preserve_rng_state=not states.are_complete,
                 )
+            elif isinstance(states, RowPieces):
+                result = self._run_again(states, number, versions, piece_args, piece_kwargs)
             else:
                 result = self._run(versions, piece_args, piece_kwargs)
             joined.add(result, piece)
-        # 3. the results of all rows
+            if isinstance(states, RowPieces):
+                states.note_results(inputs.tensors_in(result))
         return joined.result()
 
     def _refuse_other_dims(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
@@ -131,8 +161,8 @@ class _Pieces:
         Runs a piece of a different size, without a graph, in the first call with several pieces.
         """
         piece = slice(0, min(rows, self.chunk_size - 1 or 2))
-        piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
-        with torch.no_grad(), preserve_random_state(global_generators(devices_in_use())):
+        with beside_the_step(), torch.no_grad(), preserve_random_state(global_generators(devices_in_use())):
+            piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
             for tensor in inputs.tensors_in(self._run(versions, piece_args, piece_kwargs)):
                 if tensor.shape[:1] != (piece.stop,):
                     raise _without_rows(tensor, f"({piece.stop}, ...)", piece.stop)
@@ -158,7 +188,7 @@ class _Pieces:
         parts = torch_compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
         return [torch_compat.tensor_version(part) for part in parts]
 
-    def _run_again(self, states: RandomStates, number: int, *arguments: Any) -> Any:
+    def _run_again(self, states: RandomStates | RowPieces, number: int, *arguments: Any) -> Any:
         """Run the encoder on one piece, always with the random numbers of the first run."""
         with states.of_run(number):
             return self._run(*arguments)
@@ -290,7 +320,7 @@ class _Joined:
         # 1. the first result determines the form of the whole
         if not self._sizes:
             self._form = _rebuilt(_placeholder, result)
-            self._joined = [tensor.new_empty((self._rows, *tensor.shape[1:])) for tensor in tensors]
+            self._joined = [_empty_for(tensor, self._rows) for tensor in tensors]
             self._zeros = [tensor.new_zeros(()) for tensor in tensors]
             self._graph_ends = [[] for _ in tensors]
         # 2. copy each tensor to its position
@@ -308,6 +338,16 @@ class _Joined:
             joined.append(_JoinedRows.apply(tensor, self._sizes, *graph_ends))  # type: ignore[no-untyped-call]
         tensors = iter(joined)
         return _rebuilt(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self._form)
+
+
+def _empty_for(piece: Tensor, rows: int) -> Tensor:
+    """Return an uninitialized tensor for all rows, with the dimensions in memory in the order of a piece."""
+    shape = [rows, *piece.shape[1:]]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(memory_order(piece)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return piece.new_empty_strided(shape, strides)
 
 
 def _without_rows(tensor: Tensor, shape: str, size: int) -> InputError:

@@ -41,7 +41,8 @@ from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchL
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
 from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
 from lightning_ddp_losses.randomness.layers import layers_that_drop
-from lightning_ddp_losses.randomness.step import PlannedRows, beside_the_step
+from lightning_ddp_losses.randomness.step import PlannedRows
+from lightning_ddp_losses.randomness.step_draws import beside_the_step
 from lightning_ddp_losses.randomness.training_steps import Places, TrainingSteps
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 

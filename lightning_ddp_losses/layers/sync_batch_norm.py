@@ -51,7 +51,7 @@ from lightning_ddp_losses.layers.batch_norm_function import (
     refuse_earlier_calls,
 )
 from lightning_ddp_losses.layers.forward_plan import ForwardPlan
-from lightning_ddp_losses.randomness.step import keep_rows
+from lightning_ddp_losses.randomness.step_draws import keep_rows
 
 
 class SyncBatchNorm(LayerSync):

@@ -13,6 +13,8 @@
 * ``one_row``, ``twin_table``: the mode of a rank with one row, whose position cannot be derived from sizes
 * ``state_watch``: detects draws that were not made by an operator
 * ``shared_states``: sets the generators of all ranks to the same state
+* ``step_draws``: the draws of a step in this process
+* ``pieces``, ``piece_draws``: pieces of the rows that run one after the other (``microbatched``)
 * ``step``: a step, from its beginning to the comparison at its end
 * ``training_steps``: the steps of a run, with separate generators
 * ``layers``: the layers of a model that drop units

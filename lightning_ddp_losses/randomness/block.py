@@ -11,7 +11,9 @@ from torch import Tensor
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError, expect_option
-from lightning_ddp_losses.randomness.step import RandomStep, active_step, rows_in
+from lightning_ddp_losses.randomness.pieces import in_one_process
+from lightning_ddp_losses.randomness.step import RandomStep, rows_in
+from lightning_ddp_losses.randomness.step_draws import active_step
 
 
 @contextmanager
@@ -56,15 +58,20 @@ def global_randomness(
         InputError: on every rank, for a batch without rows.
         RankMismatchError: on every rank, at the end of the block, if ranks with rows drew differently.
 
-    Cost: each rank draws for all rows, so a draw takes W times as long, and each operator is tracked in Python. A step of an encoder layer
-    (1024 tokens of 256, on one thread) takes 1.35 times as long on 2 ranks and 2.1 times as long on 8. With ``randomness="by_row"``, it
-    takes 1.2 times as long on any number of ranks, and a block with 8 times as much work takes 1.04 times as long. A rank with one row
-    also runs each call of forward for two rows, because one row does not show which dimension contains the rows.
+    ``microbatched`` inside the block draws what one run on all rows of all ranks draws, in forward and again in backward: pieces decide
+    memory and no numbers, whatever their size is and also in one process. With ``"global"`` each piece draws for all rows. An error in a
+    piece are rows of other pieces (``torch.randperm``), a generator of your own, and a checkpoint inside the encoder.
 
-    Not tracked: generators that the user creates in numpy or Python, branches on ``len(x)``, and loops that draw once per row of the rank.
-    Batch norm without synchronization is a different layer on W ranks, with or without draws. An encoder that draws is an error in
-    ``microbatched``, whose pieces contain other rows on each rank. Use activation checkpointing (``torch.utils.checkpoint``) instead, or
-    accumulate micro-batches.
+    Cost: each rank draws for all rows, so a draw takes W times as long, and each operator of forward is tracked in Python. A step of an
+    encoder layer (1024 tokens of 256, on one thread) takes 1.26 times as long on 2 ranks and 2.1 times as long on 8. With
+    ``randomness="by_row"``, it takes 1.12 to 1.16 times as long on any number of ranks, and a block with 8 times as much work takes 1.04
+    times as long. A rank with one row also runs each call of forward for two rows, because one row does not show which dimension contains
+    the rows.
+
+    Not tracked, and no error if all ranks with rows do the same: numbers from generators that you create in numpy or Python
+    (``numpy.random.default_rng()``), which are right only where all rows share them; branches on ``len(x)``; loops that draw once for each
+    row in ``shared_draws()``; a false declaration (``without_rows`` of rows). Batch norm without synchronization is a different layer on
+    W ranks, with or without draws.
 
     Example:
         >>> import torch
@@ -78,7 +85,8 @@ def global_randomness(
     by_row = randomness == "by_row"
     if is_inner or (process_groups.world_size(group) == 1 and not by_row):
         rows_in(rows, row_dim)
-        yield
+        with in_one_process():
+            yield
         return
     step = RandomStep(rows, row_dim=row_dim, group=group, by_row=by_row)
     with handshake.raising_on_all_ranks("the block of global_randomness", group=group), step.active():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from lightning_ddp_losses.core import torch_compat
 
@@ -38,16 +41,27 @@ class Refusal(NamedTuple):
 
 def arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operator by name, including defaults."""
-    schema = torch_compat.operator_schema(func)
-    values = {}
-    for number, argument in enumerate(schema.arguments):
-        if number < len(args):
-            values[argument.name] = args[number]
-        elif argument.name in kwargs:
-            values[argument.name] = kwargs[argument.name]
-        elif argument.has_default_value():
-            values[argument.name] = argument.default_value
-    return values
+    names, defaults = _arguments_of(func)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+@functools.cache
+def _arguments_of(func: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of an operator's arguments, and the defaults."""
+    arguments = torch_compat.operator_schema(func).arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return [argument.name for argument in arguments], defaults
+
+
+def tensors_of_operator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments or results of an operator, which are values and lists of values."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [part for part in value if isinstance(part, Tensor)]
+    return found
 
 
 _LIBRARIES = (

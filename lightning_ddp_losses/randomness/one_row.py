@@ -8,7 +8,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.notes import users_line
-from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, memory_order
+from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, empty_whole, memory_order
 from lightning_ddp_losses.randomness.row_draws import OF_COLLECTIVES, RowDraws
 from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.row_sizes import OtherSize, RowCount, RowSizes
@@ -74,12 +74,20 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         rows: Rows of this rank among the rows of all ranks.
         orders: Draws orders of rows. None if rows cannot be exchanged.
         draw_part: Draws this rank's part of a draw with rows.
+        outside: See ``RowDraws``.
     """
 
-    def __init__(self, rows: Rows, orders: RowOrders | None = None, draw_part: Draw = draw_own_part) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        orders: RowOrders | None = None,
+        draw_part: Draw = draw_own_part,
+        outside: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         super().__init__(_TWIN, orders, draw_part)
         self._own_rows = rows
-        self._twins = TwinTable()
+        self._is_piece = outside is not None
+        self._twins = TwinTable(outside)
         self._sizes = OneRowSizes(self.mark_of_own, rows.local, self.run_call)
         self._sizes.reads_draws = self._refuse_reading
         self._sizes.shares_memory = self._lose_own
@@ -108,7 +116,8 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         if mark.place is None:
             self._twins.forget_(tensor)
             return
-        twin = torch.cat([tensor.detach()] * 2, mark.place.dim)
+        twin = empty_whole(tensor.detach(), mark.place, 2)
+        twin.copy_(torch.cat([tensor.detach()] * 2, mark.place.dim))
         super().mark(twin, mark)
         self._twins.write_(tensor, twin)
 
@@ -127,6 +136,11 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         if isinstance(twin, str):
             return LOST
         return self.mark_of(twin)
+
+    def has_rows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is known to have a row, or to have it in an unknown place."""
+        mark = self.mark_of_own(tensor)
+        return mark.place is not None or mark.is_lost
 
     def _lose_own(self, tensor: Tensor) -> None:
         twin = self._twins.read(tensor)

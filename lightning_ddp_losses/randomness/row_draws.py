@@ -9,7 +9,7 @@ waits for another one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import tensors_in
-from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, users_line
+from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, tensors_of_operator, users_line
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
 from lightning_ddp_losses.randomness.row_orders import CALLS as CALLS_WITH_ORDERS
 from lightning_ddp_losses.randomness.row_orders import KEEP_ORDER, RowOrders
@@ -33,6 +33,7 @@ from lightning_ddp_losses.randomness.whole_draws import (
     Draw,
     draw_own_part,
     draws_numbers,
+    may_draw,
     operator_name,
     shape_drawn,
 )
@@ -52,19 +53,28 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows: Rows of this rank among the rows of all ranks.
         orders: Draws orders of rows. None if rows cannot be exchanged.
         draw_part: Draws this rank's part of a draw with rows.
+        outside: For a piece of the rows: returns whether a tensor from outside of the piece has, or may have, rows.
 
     Attributes:
         notes: The draws so far.
         refusals: Operations that cannot be made equal to one process.
         sharing: Whether draws are declared to be equal for all rows.
+        has_pieces: Whether an encoder has run on pieces of the rows.
     """
 
-    def __init__(self, rows: Rows, orders: RowOrders | None = None, draw_part: Draw = draw_own_part) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        orders: RowOrders | None = None,
+        draw_part: Draw = draw_own_part,
+        outside: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draw_part = draw_part
         self._rows = rows
         self._orders = orders
-        self._table = RowTable()
+        self._is_piece = outside is not None
+        self._table = RowTable(outside)
         self._sizes = RowSizes(self.mark_of, rows.local, self.run_call)
         self._sizes.reads_draws = self._refuse_reading
         self._sizes.shares_memory = self._table.lose_
@@ -72,6 +82,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_shared = False
         self._is_paused = False
         self._has_misused_order = False
+        self.has_pieces = False
         self.notes: list[DrawNote] = []
         self.refusals: list[Refusal] = []
         self.sharing = False
@@ -109,11 +120,11 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark_of(self, tensor: Tensor) -> Mark:
         """Return the mark of a tensor."""
         known = self._table.read(tensor)
-        if known is not None:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if known is not None and not (is_parameter and known.is_lost):  # backward sees a parameter as a plain tensor
             return known
         # a tensor that was created outside the step
         known = WITHOUT_ROWS
-        is_parameter = isinstance(tensor, nn.Parameter)
         if not is_parameter and any(self._sizes.may_count_rows(size) for size in tensor.shape):
             known = LOST
         if tensor in _drawn_orders:
@@ -133,6 +144,16 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def refuse(self, what: str, got: str, fix: str) -> None:
         """Record a refusal of something that cannot be made equal to one process."""
         self.refusals.append(Refusal(what, got, fix))
+
+    def has_rows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is known to have rows, or to have them in an unknown place."""
+        known = self._table.read(tensor)
+        return known is not None and (known.place is not None or known.is_lost)
+
+    def follow_sharing_of(self, whole: RowDraws) -> None:
+        """Take over what a step has declared before this piece of it."""
+        self.sharing = whole.sharing
+        self._has_shared = whole._has_shared
 
     def begin_sharing(self) -> None:
         """Treat draws as equal for all rows from now on."""
@@ -205,7 +226,9 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sizes.is_paused = before
 
     def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in((args, kwargs))
+        if self._is_formula_of_backward() and not may_draw(func) and func.namespace not in OF_COLLECTIVES:
+            return func(*args, **kwargs)
+        tensors = tensors_of_operator(args, kwargs)
         marks = [self.mark_of(tensor) for tensor in tensors]
         if func.namespace in OF_COLLECTIVES:
             if any(mark.place is not None or mark.is_lost for mark in marks):
@@ -218,12 +241,21 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(mark.is_order for mark in marks) and name not in KEEP_ORDER and torch_compat.graph_task_id() == -1:
             args, kwargs = self._misuse(name, args, kwargs)
         result = func(*args, **kwargs)
-        outputs = tensors_in(result)
+        outputs = tensors_of_operator((result,), {})
         if outputs:
             self._follow(func, args, kwargs, tensors, marks, outputs)
         elif any(mark.is_summed for mark in marks) and torch_compat.graph_task_id() == -1:
             self._refuse_reading(name)
         return result
+
+    def _is_formula_of_backward(self) -> bool:
+        """Return whether the operator is part of autograd's own formulas, whose results no layer that runs again takes.
+
+        A layer that runs again does so in calls of Python or with gradients.
+        """
+        if torch_compat.graph_task_id() == -1 or torch.is_grad_enabled():
+            return False
+        return not self._sizes.is_in_call
 
     def _misuse(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Refuse an order that does not select rows, and return arguments with indices of this rank's rows so that the step can finish."""
@@ -351,6 +383,10 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator = kwargs.get("generator")
         if generator is None:
             self._compare_state(f"{name} at {line}")
+        elif self._is_piece:
+            self.refuse(
+                f"{name} at {line}", "a generator of the user, which each piece finds in another state", _BEFORE
+            )
         if tensors:
             shape = list(tensors[0].shape)
             dtype = str(tensors[0].dtype)
@@ -385,6 +421,12 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         if name == "randperm":
             self.refuse(what, "an order of rows, whose partners are on other ranks", _MIXES)
+            return None
+        is_beside_a_piece = self.has_pieces and torch_compat.graph_task_id() != -1
+        if is_beside_a_piece and (is_lost or len(places) != 1):
+            self.refuse(
+                what, "a checkpoint inside of a piece of microbatched, which runs again behind the piece", _SMALLER
+            )
             return None
         if is_lost or len(places) > 1:
             self.refuse(
@@ -463,6 +505,10 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _MIXES = "With rows on every rank, index rows by torch.randperm(x.shape[0]), which exchanges them, or take partners within a row."
 _ORDER = "Index tensors with rows by it (x[order]), move it to a device, and do nothing else with it."
+_SMALLER = (
+    "Take smaller pieces (chunk_size) instead of checkpoints inside of them. Backward runs each piece again, too."
+)
+_BEFORE = "Draw before microbatched, and pass the tensor, or use torch's generator."
 _LOG = "Log the tensor, or read it after the step. Let no number that was read from draws go back to the rows."
 _SAY = (
     "Draw the shape of a tensor that comes from the batch (torch.randn_like(x)), or read the number of rows from its shape "

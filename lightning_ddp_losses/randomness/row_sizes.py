@@ -167,6 +167,7 @@ class RowSizes(TorchFunctionMode):
 
     Attributes:
         use: How the step uses sizes.
+        is_in_call: Whether a call of Python runs.
         is_paused: Whether sizes are currently read by the code that tracks the rows.
         given: Sizes of the shape that the user's call specifies. None outside of such a call.
         numbers: All numbers among the arguments of such a call.
@@ -182,6 +183,7 @@ class RowSizes(TorchFunctionMode):
         self._run_call = run_call
         self._rows = rows
         self.use = SizeUse(rows)
+        self.is_in_call = False
         self.is_paused = False
         self.given: tuple[Any, ...] | None = None
         self.numbers: tuple[Any, ...] = ()
@@ -199,8 +201,16 @@ class RowSizes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _ESCAPES and isinstance(args[0], Tensor):
             self._escape(name, args[0])
-        if name not in _MAKERS and name not in _DROP_CHANNELS:
+        was_in_call, self.is_in_call = self.is_in_call, name not in _BACKWARD
+        try:
+            if name in _MAKERS or name in _DROP_CHANNELS:
+                return self._run_with_sizes(name, func, args, kwargs)
             return self._run_call(func, args, kwargs)
+        finally:
+            self.is_in_call = was_in_call
+
+    def _run_with_sizes(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call that creates a tensor or a view from sizes."""
         before = self.given, self.numbers
         if name in _DROP_CHANNELS:
             self.given = tuple(self._with_rows(args[0], args[0].shape)[:2])  # of the noise, one number for each channel
@@ -278,6 +288,7 @@ def _sizes_unflattened(tensor: Tensor, dim: int, sizes: Sequence[Any]) -> tuple[
     return (*[None] * dim, *sizes, *[None] * (tensor.ndim - dim - 1))
 
 
+_BACKWARD = {"backward", "grad"}
 _COUNTS = {"__len__", "numel", "nelement", "stride", "tolist", "numpy", "nbytes", "ndimension"}
 _READS = {"tolist", "numpy", "__array__", "__iter__", "__dlpack__"}
 _SHARES = {"numpy", "__array__", "__dlpack__", "data_ptr"}

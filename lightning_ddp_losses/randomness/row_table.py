@@ -6,6 +6,7 @@ of a recomputed layer. The table holds weak references to memory. Memory that wa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor
@@ -21,9 +22,14 @@ FIRST_SWEEP = 1024
 
 
 class RowTable:
-    """The mark of each known tensor."""
+    """The mark of each known tensor.
 
-    def __init__(self) -> None:
+    Args:
+        outside: Returns whether a tensor that is not marked here has, or may have, rows elsewhere. It is then lost.
+    """
+
+    def __init__(self, outside: Callable[[Tensor], bool] | None = None) -> None:
+        self._outside = outside
         self._by_memory: dict[torch_compat.MemoryReference, dict[_Layout, Mark]] = {}
         self._lost: set[torch_compat.MemoryReference] = set()
         self._sweep_at = FIRST_SWEEP
@@ -34,6 +40,8 @@ class RowTable:
         if memory is None or memory in self._lost:
             return LOST
         layouts = self._by_memory.get(memory)
+        if layouts is None and self._outside is not None and self._outside(tensor):
+            return LOST
         if layouts is None:
             return None
         known = layouts.get(layout_of(tensor))

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
-from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, users_line
-from lightning_ddp_losses.randomness.one_row import OneRowDraws
-from lightning_ddp_losses.randomness.places import WITHOUT_ROWS, Mark, RowPlace, Rows
+from lightning_ddp_losses.randomness.notes import DrawNote, Refusal
+from lightning_ddp_losses.randomness.places import Mark, RowPlace, Rows
 from lightning_ddp_losses.randomness.row_blocks import draw_own_blocks
-from lightning_ddp_losses.randomness.row_draws import RowDraws
 from lightning_ddp_losses.randomness.row_orders import RowOrders
 from lightning_ddp_losses.randomness.shared_states import DIGEST_BYTES, digest_of, own_states, take_states_
+from lightning_ddp_losses.randomness.step_draws import StepDraws, active_step, draws_of_rows, raise_refusal
 from lightning_ddp_losses.randomness.whole_draws import draw_own_part
 
 _COUNT = struct.Struct("<q")
 _HAS_REFUSAL = struct.Struct("<?")
-_active: list[RandomStep] = []
 _TITLE = "global_randomness"
-_OTHER_GENERATORS = ("numpy", "python")
 
 
 class PlannedRows(NamedTuple):
@@ -53,7 +47,7 @@ class PlannedRows(NamedTuple):
         return self.order == tuple(range(self.total))
 
 
-class RandomStep:
+class RandomStep(StepDraws):
     """The random numbers of one step.
 
     Args:
@@ -82,7 +76,6 @@ class RandomStep:
         by_row: bool = False,
     ) -> None:
         self._group = group
-        self.takes_blocks = takes_blocks
         with handshake.raising_on_all_ranks(_TITLE, group=group):
             _refuse_nesting()
             local = rows_in(batch, row_dim)
@@ -96,64 +89,22 @@ class RandomStep:
         states = own_states()
         payload = _COUNT.pack(local) + digest_of(states)
         payloads = handshake.all_gather(_TITLE, {"row_dim": row_dim, "by_row": by_row}, payload, group=group)
-        self._counts = [_COUNT.unpack_from(each)[0] for each in payloads]
+        counts = [_COUNT.unpack_from(each)[0] for each in payloads]
         if len({each[_COUNT.size :] for each in payloads}) > 1:
             take_states_(states, 0, process_groups.rank(group) == 0, group)
-        self._local = local
         rank = process_groups.rank(group)
-        rows = Rows(local, sum(self._counts[:rank]), sum(self._counts))
-        can_exchange = 0 not in self._counts
+        rows = Rows(local, sum(counts[:rank]), sum(counts))
+        can_exchange = 0 not in counts
         if planned is not None:
             rows = Rows(local, 0, planned.total, planned.order)
-            can_exchange = planned.is_whole and len(self._counts) == 1
+            can_exchange = planned.is_whole and len(counts) == 1
         orders = RowOrders(rows, group) if can_exchange else None
-        kind = OneRowDraws if local == 1 else RowDraws
-        self._draws = kind(rows, orders, draw_own_blocks if by_row else draw_own_part)
+        draw_part = draw_own_blocks if by_row else draw_own_part
+        draws = draws_of_rows(rows, orders, draw_part)
         for tensor in inputs.tensors_in(batch):
             if tensor.ndim > row_dim:
-                self._draws.mark(tensor, Mark(RowPlace(row_dim)))
-        self._others = self._other_states()
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the step currently draws for all ranks."""
-        return self in _active
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Draw for the rows of all ranks inside the block: forward, loss and backward."""
-        _active.append(self)
-        try:
-            with self._draws.active():
-                yield
-            self._compare_others("the end of the step")
-        finally:
-            _active.remove(self)
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context whose operators are not part of the step."""
-        return self._draws.paused()
-
-    def refuse(self, what: str, got: str, fix: str) -> None:
-        """Record a refusal, which all ranks raise at the end of the step."""
-        self._draws.refuse(what, got, fix)
-
-    @contextmanager
-    def sharing(self) -> Iterator[None]:
-        """Draw numbers that are equal for all rows."""
-        self._compare_others(f"shared_draws() at {users_line()}")
-        if 0 in self._counts:
-            self._draws.refuse(
-                f"shared_draws() at {users_line()}",
-                f"ranks with {self._counts} rows: a rank without rows is at another place in the sequence of random numbers",
-                "Give each rank rows, or draw the number before the block.",
-            )
-        self._draws.begin_sharing()
-        try:
-            yield
-        finally:
-            self._draws.end_sharing()
-            self._others = self._other_states()
+                draws.mark(tensor, Mark(RowPlace(row_dim)))
+        super().__init__(rows, counts, draws, draw_part, takes_blocks=takes_blocks)
 
     def end(self) -> None:
         """Compare the draws of all ranks, and their generators.
@@ -182,54 +133,13 @@ class RandomStep:
             source = with_rows[0]
             take_states_(states, source, process_groups.rank(self._group) == source, self._group)
 
-    def mark(self, tensor: Tensor, dim: int | None) -> None:
-        """Declare which dimension of a tensor contains the rows, or with None that it does not have rows."""
-        mark = WITHOUT_ROWS
-        if dim is not None:
-            if tensor.shape[dim] != self._local:
-                raise InputError(
-                    "with_rows: tensor",
-                    expected=f"{self._local} rows in dimension {dim}, as the batch has",
-                    got=f"shape {tuple(map(int, tensor.shape))}",
-                    fix="Name the dimension of the rows.",
-                )
-            mark = Mark(RowPlace(dim % tensor.ndim))
-        self._draws.mark(tensor, mark)
-
-    def keep_rows(self, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a layer over the rows of all ranks outside of this step. Its result has rows where a tensor has them."""
-        mark = self._draws.mark_of_own(rows)
-        with self._draws.paused():
-            result = compute()
-        self._draws.mark(result, mark)
-        return result
-
-    def _other_states(self) -> bytes:
-        states = own_states()
-        return digest_of({name: states[name] for name in _OTHER_GENERATORS})
-
-    def _compare_others(self, where: str) -> None:
-        """Record a refusal if numpy's or Python's generator has been used without a declaration."""
-        if self._other_states() == self._others:
-            return
-        self._draws.refuse(
-            f"numpy's or Python's generator before {where}",
-            "numbers of which nobody has said whether they belong to rows",
-            "Draw numbers that all rows share in a block shared_draws(), and numbers of rows with torch.",
-        )
-
     def _raise_refusals(self) -> None:
         """Raise the first refusal of the lowest rank that has one. Communication: one handshake."""
         payload = json.dumps(self._draws.refusals[:1]).encode()
         payloads = handshake.all_gather(f"refusals of {_TITLE}", {}, payload, group=self._group)
         found = {rank: Refusal(*each[0]) for rank, each in enumerate(map(json.loads, payloads)) if each}
         first = min(found)
-        raise ConfigurationError(
-            f"global randomness: {found[first].what}",
-            expected="random numbers that are those of one process",
-            got=f"{found[first].got} (rank {first})",
-            fix=found[first].fix,
-        )
+        raise_refusal(found[first], first)
 
     def _raise_other_draws(self, with_rows: Sequence[int]) -> None:
         """Raise an error that names the first draw in which ranks differ. Communication: one handshake."""
@@ -266,44 +176,13 @@ def _raise_other_states(payloads: Sequence[bytes], with_rows: Sequence[int]) -> 
 
 
 def _refuse_nesting() -> None:
-    if _active:
+    if active_step() is not None:
         raise ConfigurationError(
             _TITLE,
             expected="one block at a time",
             got="a block inside a block",
             fix="Open one block around forward, loss and backward.",
         )
-
-
-def keep_rows(rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Compute a layer that exchanges numbers between ranks, and is not random. Exchanges would hide the rows from an active step.
-
-    Args:
-        rows: Input of the layer.
-        compute: Returns its result, with rows in the same dimension.
-    """
-    step = active_step()
-    if step is None:
-        return compute()
-    return step.keep_rows(rows, compute)
-
-
-def active_step() -> RandomStep | None:
-    """Return the step whose block is active, or None outside of such blocks."""
-    if not _active:
-        return None
-    return _active[-1]
-
-
-@contextmanager
-def beside_the_step() -> Iterator[None]:
-    """Run code inside the block that is not part of the step, such as a measurement. Its draws and sizes are not tracked."""
-    step = active_step()
-    if step is None:
-        yield
-        return
-    with step.paused():
-        yield
 
 
 def rows_in(batch: Any, row_dim: int) -> int:

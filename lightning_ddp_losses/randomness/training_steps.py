@@ -14,8 +14,10 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.random_state import seed_generators_, write_random_states_
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.randomness.pieces import in_one_process
 from lightning_ddp_losses.randomness.shared_states import device_of_draws, digest_of, own_states
-from lightning_ddp_losses.randomness.step import PlannedRows, RandomStep, active_step
+from lightning_ddp_losses.randomness.step import PlannedRows, RandomStep
+from lightning_ddp_losses.randomness.step_draws import active_step
 
 Places = Iterable[tuple[Tensor, int | None]]
 """Tensors with the dimension of their rows, or None if they do not have rows."""
@@ -75,7 +77,8 @@ class TrainingSteps:
             self._end()  # ends a previous step without backward
             is_whole = planned is None or planned.is_whole
             if process_groups.world_size() == 1 and is_whole and not self._by_row:
-                yield
+                with in_one_process():
+                    yield
                 return
             self._step = RandomStep(batch, planned=planned, takes_blocks=self._takes_blocks, by_row=self._by_row)
             if has_drawn:

@@ -22,9 +22,14 @@ Twin: TypeAlias = "Tensor | str"
 
 
 class TwinTable:
-    """The twin of each known tensor."""
+    """The twin of each known tensor.
 
-    def __init__(self) -> None:
+    Args:
+        outside: Returns whether a tensor that is not known here has, or may have, rows elsewhere. Its twin is then lost.
+    """
+
+    def __init__(self, outside: Callable[[Tensor], bool] | None = None) -> None:
+        self._outside = outside
         self._by_tensor = torch_compat.WeakTensorKeys()
         self._by_memory: dict[torch_compat.MemoryReference, dict[Any, Twin]] = {}
         self._sweep_at = FIRST_SWEEP
@@ -38,6 +43,8 @@ class TwinTable:
         if memory is None:
             return NO_TWIN
         layouts = self._by_memory.get(memory)
+        if layouts is None and self._outside is not None and self._outside(tensor):
+            return NO_TWIN
         if layouts is None:
             return None
         return layouts.get(layout_of(tensor), NO_TWIN)

@@ -9,6 +9,7 @@ mixes rows of all ranks (``randperm``). Such operators raise an error that names
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -73,6 +74,7 @@ def draw_of(function: Any, args: tuple[Any, ...], place: RowPlace) -> Draw:
     return draw
 
 
+@functools.cache
 def operator_name(function: Any) -> str:
     """Return the name of an operator of aten, such as ``bernoulli_``."""
     return str(torch_compat.operator_schema(function).name).partition("::")[2]
@@ -101,11 +103,15 @@ def with_size(
 _NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, although it does not draw
 
 
+@functools.cache
+def may_draw(function: Any) -> bool:
+    """Return whether an operator draws random numbers in some calls."""
+    return torch.Tag.nondeterministic_seeded in function.tags and operator_name(function) not in _NAMES_OF_CHOICES
+
+
 def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator draws random numbers in this call."""
-    if torch.Tag.nondeterministic_seeded not in function.tags:
-        return False
-    return operator_name(function) not in _NAMES_OF_CHOICES and not _draws_nothing(function, args, kwargs)
+    return may_draw(function) and not _draws_nothing(function, args, kwargs)
 
 
 def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

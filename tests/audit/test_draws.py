@@ -16,7 +16,15 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_losses import AuditError, ConfigurationError, DDPLossStrategy, audit, global_randomness, parity
+from lightning_ddp_losses import (
+    AuditError,
+    ConfigurationError,
+    DDPLossStrategy,
+    audit,
+    global_randomness,
+    microbatched,
+    parity,
+)
 from lightning_ddp_losses.testing import RankPool
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, uneven
@@ -85,6 +93,19 @@ def test_parity_draws_by_row(name: str, way: str) -> None:
     report = parity(lambda: make(name), batches=batches([ROWS, ROWS]), randomness="by_row", **WAYS[way])
     assert report.equal, str(report)
     assert report.rows
+
+
+def step_in_pieces(model: nn.Module, x: Tensor) -> Tensor:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return 0.01 * loss_of(microbatched(model, 2), x) * world  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("randomness", ["global", "by_row"])
+@pytest.mark.parametrize("way", ["three uneven ranks", "micro-batches"])
+def test_parity_of_an_encoder_in_pieces(way: str, randomness: Any) -> None:
+    options = WAYS[way] | {"step": step_in_pieces}
+    report = parity(lambda: make("encoder layer"), batches=batches([ROWS, ROWS]), randomness=randomness, **options)
+    assert report.equal, str(report)
 
 
 class Drawing(Module):

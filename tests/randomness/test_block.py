@@ -242,9 +242,15 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "another order": (lambda x: F.dropout(x.flip(0), 0.5), "rows that are not certain"),
     "sorted rows": (lambda x: F.dropout(x[x[:, 0].argsort()], 0.5), "rows that are not certain"),
     "row by row": (lambda x: [F.dropout(row, 0.5) for row in x], "rows that are not certain"),
-    "pieces of the rows": (lambda x: microbatched(torch.nn.Dropout(0.5), 2)(x), "rows that are not certain"),
-    "pieces of checkpointed rows": (lambda x: checkpointed_pieces(x, False), "rows that are not certain"),
-    "pieces of rows, re-entrant": (lambda x: checkpointed_pieces(x, True), "rows that are not certain"),
+    "pieces of checkpointed rows": (lambda x: checkpointed_pieces(x, False), "a checkpoint inside of a piece"),
+    "pieces of rows, re-entrant": (lambda x: checkpointed_pieces(x, True), "a checkpoint inside of a piece"),
+    "an order in a piece": (lambda x: in_pieces(lambda y: y[torch.randperm(y.shape[0])], x), "an order of rows"),
+    "a branch in a piece": (lambda x: in_pieces(lambda y: y if y.shape[0] > 2 else -y, x), "a branch on this rank's"),
+    "rows of another piece": (lambda x: in_pieces(lambda y: F.dropout(y + x[: len(y)], 0.5), x), "rows that are not"),
+    "the whole batch in a piece": (lambda x: in_pieces(lambda y: F.dropout(x, 0.5)[: len(y)], x), "rows that are not"),
+    "numpy in a piece": (lambda x: in_pieces(lambda y: y * float(numpy.random.rand()), x), "numpy's or Python's"),
+    "a generator in pieces": (lambda x: in_pieces(with_a_generator(), x), "a generator of the user"),
+    "other draws in a piece": (lambda x: in_pieces(with_other_draws(), x), "the draws of piece"),
     "a product": (lambda x: torch.rand(x.shape[0] * 2), "rows that are not certain"),
     "the number of rows twice": (lambda x: torch.rand(x.shape[0], x.shape[0]), "rows that are not certain"),
     "the number of rows twice, once by len": (lambda x: torch.rand(x.shape[0], len(x)), "rows that are not certain"),
@@ -298,13 +304,19 @@ REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
     ),
     "a draw with rows that is declared to be shared": (lambda x: shared_dropout(x), "inside of shared_draws()"),
 }
-# slices that take no row or all, and calls that fail
+WITHOUT_LINE = {case for case in REFUSED if "branch" in case} | {"numpy in a piece", "other draws in a piece"}
+# slices that take no row or all, calls that fail, and a single piece
 NOT_WITH_ONE_ROW = {
     "a part of the rows",
     "all rows by chance",
     "a view with its rows by chance",
     "randint",
     "a computed order",
+    "other draws in a piece",
+    # the only piece is the whole batch
+    "pieces of checkpointed rows",
+    "pieces of rows, re-entrant",
+    "the whole batch in a piece",
 }
 WEIGHT = torch.nn.Parameter(torch.ones(4))
 
@@ -328,6 +340,25 @@ def checkpointed_pieces(x: Tensor, use_reentrant: bool) -> None:
     microbatched(Again(), 2)(x.clone().requires_grad_()).sum().backward()
 
 
+def in_pieces(draw: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    class Encoder(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return draw(rows)
+
+    microbatched(Encoder(), 2)(x)
+
+
+def with_a_generator() -> Callable[[Tensor], Tensor]:
+    generator = torch.Generator()
+    return lambda rows: rows + torch.empty_like(rows).normal_(generator=generator)
+
+
+def with_other_draws() -> Callable[[Tensor], Tensor]:
+    """Draw in each call but in the second piece. The first call looks at the form of the results."""
+    calls = iter([True, True, False])
+    return lambda rows: F.dropout(rows, 0.5) if next(calls) else rows
+
+
 def mixed_up(x: Tensor) -> Tensor:
     with shared_draws():
         order = torch.randperm(x.shape[1])[: len(x)] % len(x)
@@ -338,6 +369,23 @@ def mixed_up_by_numpy(x: Tensor) -> Tensor:
     with shared_draws():
         order = numpy.random.permutation(len(x))
     return 0.3 * x + 0.7 * x[order]
+
+
+def by_a_generator_of_numpy(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(numpy.random.default_rng(0).random((1, 4)))
+
+
+def by_a_generator_of_python(x: Tensor) -> Tensor:
+    return x * random.Random(0).random()
+
+
+def by_len(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5) if len(x) < 4 else x
+
+
+def one_each(x: Tensor) -> Tensor:
+    with shared_draws():
+        return torch.stack([torch.rand(()) for _ in range(len(x))])
 
 
 def mixed_on_rank_0(x: Tensor) -> Tensor:
@@ -365,7 +413,7 @@ def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) ->
     numpy.random.set_state(before[1])
     random.setstate(before[2])
     assert text in str(caught.value)
-    assert "test_block.py:" in str(caught.value) or "the end of the step" in str(caught.value) or "branch" in case
+    assert "test_block.py:" in str(caught.value) or "the end of the step" in str(caught.value) or case in WITHOUT_LINE
 
 
 @each_rank(1)
@@ -393,6 +441,40 @@ def test_on_one_row_the_same_is_refused() -> None:
         torch.set_rng_state(before[0])
         numpy.random.set_state(before[1])
         random.setstate(before[2])
+
+
+# what the docstring of global_randomness names as not tracked, and whether it is nevertheless what one process computes
+NOT_TRACKED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "a generator of numpy, for all rows": (by_a_generator_of_numpy, True),
+    "a generator of Python, for all rows": (by_a_generator_of_python, True),
+    "numbers of rows by numpy": (lambda x: x + numpy.random.default_rng(0).random((len(x), 4)).tolist()[0][0], True),
+    "rows by numpy": (lambda x: x * torch.tensor(numpy.random.default_rng(0).random((len(x), 1)).tolist()), False),
+    "a branch on len": (by_len, False),
+    "a draw for each row": (one_each, False),
+    "a false declaration": (lambda x: x + without_rows(F.dropout(x, 0.5)).flip(0), False),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TRACKED)
+@each_rank(2)
+def test_what_is_not_tracked_is_silent_where_ranks_do_the_same(case: str) -> None:
+    draw, is_equal = NOT_TRACKED[case]
+    x = torch.ones(6, 4)
+    own = own_rows(x, (3, 3))
+    torch.manual_seed(1)
+    expected = draw(x)
+    torch.manual_seed(1)
+    with global_randomness(rows=own):
+        found = draw(own)
+    is_first = dist.get_rank() == 0  # whose numbers may be those of the first rows
+    assert is_first or torch.equal(found, own_rows(expected, (3, 3))) is is_equal
+
+
+@each_rank(2)
+def test_a_branch_on_len_that_ranks_take_differently_is_an_error() -> None:
+    own = own_rows(torch.ones(7, 4), (3, 4))
+    with pytest.raises(RankMismatchError, match="draw 1 of the step"), global_randomness(rows=own):
+        by_len(own)
 
 
 @each_rank(2)

@@ -85,7 +85,7 @@ class Module(LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         self.seen.append(batch_idx)
-        loss = loss_of(self.net, batch[0]) * dist.get_world_size() / G
+        loss = self.loss(batch[0]) * dist.get_world_size() / G
         if self.automatic_optimization:
             return loss
         optimizer: Any = self.optimizers()
@@ -94,18 +94,21 @@ class Module(LightningModule):
         optimizer.step()
         return None
 
+    def loss(self, x: Tensor) -> Tensor:
+        return loss_of(self.net, x)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=RATE)
 
 
-def by_hand(name: str, window: int = 1) -> dict[str, Tensor]:
+def by_hand(name: str, window: int = 1, epochs: int = EPOCHS) -> dict[str, Tensor]:
     """Return the weights of a plain loop, with a step for each window of batches."""
     net = make(name)
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     torch.manual_seed(SEED)
     numpy.random.seed(SEED)
     random.seed(SEED)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for number, x in enumerate(batches([ROWS])[0].split(G), start=1):
             (loss_of(net, x) / G / window).backward()
             if number % window == 0:
@@ -122,19 +125,21 @@ def fit(
     window: int = 1,
     strategy: str = "ddp",
     randomness: str = "global",
+    module: type[Module] = Module,
+    epochs: int = EPOCHS,
     **kind: Any,
 ) -> dict[str, Tensor]:
     """Train on the ranks of this group. Return the weights."""
-    module = Module(name, **kind)
+    trained = module(name, **kind)
     torch.manual_seed(SEED)
     callbacks = [] if kill is None else [Kill("on_train_batch_end", kill, path)]
     made = STRATEGIES[strategy](randomness=randomness)
-    trainer = make_trainer(made, max_epochs=EPOCHS, callbacks=callbacks, accumulate_grad_batches=window)
+    trainer = make_trainer(made, max_epochs=epochs, callbacks=callbacks, accumulate_grad_batches=window)
     with contextlib.suppress(Killed):
-        trainer.fit(module, ckpt_path=load)
+        trainer.fit(trained, ckpt_path=load)
     assert not torch_compat.is_in_dispatch_mode()
     weights = {}
-    for key, value in module.state_dict().items():
+    for key, value in trained.state_dict().items():
         weights[key] = value.full_tensor() if isinstance(value, DTensor) else value
     return weights
 

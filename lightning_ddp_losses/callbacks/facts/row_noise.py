@@ -19,7 +19,7 @@ from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.randomness.notes import arguments_by_name, users_line
 from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
-from lightning_ddp_losses.randomness.step import active_step
+from lightning_ddp_losses.randomness.step_draws import active_step
 
 RANDOM_STEPS = 2
 """Steps with compared random states."""
