@@ -235,14 +235,18 @@ class CheckRunner(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Pass a loss to the checks, and judge it unless the strategy's handshake has done so."""
-        self._enter(f"backward of step {self.step}")
+        self._enter_backward()
         if self.batch.is_row_sent:  # the strategy's handshake has passed on and judged the loss
             self.batch.is_row_sent = False
             return
         self._see_loss(loss)
         if self.synchronising and not self.rows_in_strategy_handshake:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
-            self._enter(f"backward of step {self.step}")
+            self._enter_backward()
+
+    def _enter_backward(self) -> None:
+        self.row_exchange.last_backward = f"backward of step {self.step}"
+        self._enter(self.row_exchange.last_backward)
 
     def _see_loss(self, loss: Tensor | None) -> None:
         self.batch.backwards += 1

@@ -227,6 +227,11 @@ class Watch:
         key = f"place/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
+    def is_any_peer_at(self, place: str) -> bool:
+        """Return whether the last stall of another rank that its listening thread published was at a place."""
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        return any(self.place_of(rank).partition(",")[0] == place for rank in peers)
+
     def _read_failure(self) -> None:
         """Read a peer's failure and acknowledge it."""
         failure = self._peer_failure or self.read("failure")
