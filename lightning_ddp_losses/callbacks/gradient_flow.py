@@ -145,9 +145,9 @@ class GradientFlowCheck(RankCheck, default=True):
             started = self._gradients.started
         else:
             started = ddp_state.start_gradients(slices, parameters)
-        # the snapshot stores them, to find out later where a difference first occurred
+        # the snapshot stores them, to find out later where a difference first occurred. Optimizers and backwards of one batch add theirs
         if self.runner.parameters.is_replicated:
-            self._snapshot.keep_gradients(place, started)
+            self._snapshot.gradients.setdefault(place, {}).update(started)
 
     def _see_parts(self, optimizers: Sequence[Optimizer]) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""

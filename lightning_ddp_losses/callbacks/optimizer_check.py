@@ -53,10 +53,9 @@ class OptimizerCheck(RankCheck, default=True):
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Store fingerprints of the parameters before the first step, which should change them."""
-        if self._before is not None:
-            return
         moving = {name: p for name, p in self.runner.replicated_parameters().items() if _has_gradient(p)}
         self._before = dict(zip(moving, fingerprints(moving.values()), strict=True))
+        self.runner.stop_observing(self, "see_gradients")
 
     # ------------------------------------------------------------------ facts
 

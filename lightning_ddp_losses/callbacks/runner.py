@@ -84,6 +84,7 @@ class CheckRunner(Callback):
         trainer: Trainer of the fit.
         module: Module that it trains.
         checkpoint: Checkpoint that is being saved or loaded, at SAVE and LOAD.
+        step: Number of optimizer steps so far, as loggers count them. Constant from the start of a batch to its last hook.
         steps: Number of batches of this fit with an optimizer step.
         epoch_ends: Runs the stages at the end of an epoch, and records where values were logged.
         rows_in_strategy_handshake: True if the rows before backward are sent in the strategy's handshake.
@@ -98,7 +99,7 @@ class CheckRunner(Callback):
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.steps = 0
+        self.step = self.steps = 0
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
@@ -110,17 +111,13 @@ class CheckRunner(Callback):
         # functions to call by observation, each with its check, and ids of our checks that failed on this rank
         self._observers: dict[str, list[tuple[Check, Callable[..., None]]]] = {}
         self._blinded: set[int] = set()
+        self._finished: set[tuple[int, str]] = set()  # observations that a check no longer needs
         self._handles: dict[object, Any] = {}
         self.epoch_ends = EpochEnds(trainer, module, self.run_stage)
         for check in self.checks:
             check.join(self)
 
     # ------------------------------------------------------------------ for checks
-
-    @property
-    def step(self) -> int:
-        """The number of optimizer steps so far, as loggers count them."""
-        return lightning_compat.steps_as_logged(self.trainer)
 
     @property
     def stepping(self) -> list[Optimizer]:
@@ -151,6 +148,11 @@ class CheckRunner(Callback):
         if self.batch.parameters is None:
             self.batch.parameters = self.parameters.current()
         return self.batch.parameters
+
+    def stop_observing(self, check: Check, *observations: str) -> None:
+        """Stop calling observations (``see_batch``) of a check that has nothing to do in them for the remainder of the fit."""
+        self._finished.update((id(check), observation) for observation in observations)
+        self._observers = {}
 
     def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
         """Call ``see(args, kwargs)`` with the arguments of each forward of a module, until the fit ends.
@@ -211,6 +213,7 @@ class CheckRunner(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass a training batch to the checks. Before the first step, they may run the module on it."""
         self.batch.parameters = None
+        self.step = lightning_compat.steps_as_logged(trainer)
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:
@@ -363,6 +366,7 @@ class CheckRunner(Callback):
         Raises:
             PeerError: instead of the exception, if a peer's failure caused it.
         """
+        self.step = lightning_compat.steps_as_logged(self.trainer)
         last_rows = None
         if isinstance(exception, Exception):
             facts = self.row_exchange.due(CheckStage.AFTER_STEP, step=0)
@@ -410,6 +414,7 @@ class CheckRunner(Callback):
         """
         if self.trainer.sanity_checking:  # checks do not run in the validation before training
             return
+        self.step = lightning_compat.steps_as_logged(self.trainer)
         due = self.row_exchange.due(stage, self.step)
         self._enter(place_of(self.row_exchange.names[stage], self.step))
         if not due:
@@ -433,6 +438,7 @@ class CheckRunner(Callback):
 
         Communication: one gather.
         """
+        self.step = lightning_compat.steps_as_logged(self.trainer)
         with self.own_time:
             self.row_exchange.exchange(self.row_exchange.due(CheckStage.AFTER_STEP, step=0), self.step, place=place)
 
@@ -462,7 +468,9 @@ class CheckRunner(Callback):
             users = [check for check in active if make in dict(check.shares).values()]
             if users and hasattr(shared, observation):
                 found.append((users[0], getattr(shared, observation)))
-        return found + [(check, getattr(check, observation)) for check in active if check.overrides(observation)]
+        own = [check for check in active if check.overrides(observation)]
+        own = [check for check in own if (id(check), observation) not in self._finished]
+        return found + [(check, getattr(check, observation)) for check in own]
 
     def _blind(self, check: Check) -> None:
         """Stop calling a check that failed, for the remainder of this fit."""

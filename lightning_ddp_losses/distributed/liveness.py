@@ -135,7 +135,8 @@ class Watch:
             PeerError: when another rank has failed.
         """
         self._place = place, time.monotonic()
-        self.check_peers()
+        if self._peer_failure is not None:
+            self.check_peers()
 
     def check_peers(self) -> None:
         """Raise an error in the main thread, which may be waiting, when another rank has failed.
