@@ -58,7 +58,6 @@ class Batch:
         has_synchronised: True if one of them reduced gradients.
         is_row_sent: True if the strategy's handshake has already sent the row of this backward, before Lightning calls its hook.
         is_first: True before the first batch of the fit.
-        parameters: Parameters that must be equal on all ranks, once they have been looked up.
     """
 
     stepping: list[Optimizer] = field(default_factory=list)
@@ -67,7 +66,6 @@ class Batch:
     has_synchronised: bool = False
     is_row_sent: bool = False
     is_first: bool = False
-    parameters: dict[str, Tensor] | None = None
 
 
 class CheckRunner(Callback):
@@ -143,12 +141,6 @@ class CheckRunner(Callback):
             self._observers = {}
         return self._shared[make]  # type: ignore[no-any-return]
 
-    def replicated_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that must be equal on all ranks. The lookup happens once per batch."""
-        if self.batch.parameters is None:
-            self.batch.parameters = self.parameters.current()
-        return self.batch.parameters
-
     def stop_observing(self, check: Check, *observations: str) -> None:
         """Stop calling observations (``see_batch``) of a check that has nothing to do in them for the remainder of the fit."""
         self._finished.update((id(check), observation) for observation in observations)
@@ -212,7 +204,7 @@ class CheckRunner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass a training batch to the checks. Before the first step, they may run the module on it."""
-        self.batch.parameters = None
+        self.parameters.is_current = False
         self.step = lightning_compat.steps_as_logged(trainer)
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
@@ -238,18 +230,15 @@ class CheckRunner(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Pass a loss to the checks, and judge it unless the strategy's handshake has done so."""
-        self._enter_backward()
+        self.row_exchange.last_backward = f"backward of step {self.step}"
+        self._enter(self.row_exchange.last_backward)
         if self.batch.is_row_sent:  # the strategy's handshake has passed on and judged the loss
             self.batch.is_row_sent = False
             return
         self._see_loss(loss)
         if self.synchronising and not self.rows_in_strategy_handshake:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
-            self._enter_backward()
-
-    def _enter_backward(self) -> None:
-        self.row_exchange.last_backward = f"backward of step {self.step}"
-        self._enter(self.row_exchange.last_backward)
+            self._enter(self.row_exchange.last_backward)
 
     def _see_loss(self, loss: Tensor | None) -> None:
         self.batch.backwards += 1
@@ -306,7 +295,7 @@ class CheckRunner(Callback):
         if has_stepped or is_step_due:
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
-        self.batch = Batch()
+        self.batch, self.parameters.is_current = Batch(), False
         self._observe("see_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
