@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -191,6 +192,20 @@ def test_a_partial_backward_is_named_without_the_check_that_compares_graphs(
     text = str(failure.value)
     assert "rank 0 stops, after it waited as shown above: rank 1 failed" in text
     assert "backward of step 1: F37: `encoder.weight`, `encoder.bias` not in the graph of the loss (rank 1)" in text
+
+
+class SlowAfterBackward(
+    Subject
+):  # the last rank is slow, and every rank drops a gradient as DINO does for its last layer
+    def on_after_backward(self) -> None:
+        self.head.weight.grad = None
+        if self.odd and self.trainer.global_step == 1:
+            time.sleep(4.0)
+
+
+def test_a_rank_that_is_slow_after_its_backward_is_no_fault(pool: RankPool) -> None:
+    options = {"checks": [ParameterSyncCheck()], "stall_seconds": 1.0, "file": False}
+    assert pool.run(2, fit, partial(SlowAfterBackward, True), "ddp", **options) == [None, None]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
