@@ -29,7 +29,8 @@ To add a check:
 1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``. With ``default=True``, ``DDPChecks()`` runs it. Set its
    ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Its options are fields of a ``dataclass(kw_only=True, eq=False)``. Observe in
    ``start``, ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap.
-   ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
+   ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint``, ``shared``, ``before_forward`` and
+   ``stop_observing``, for an observation that a check needs in the first steps only.
    Objects that several checks use (the reader of batches) are listed in ``shares``.
 2. ``facts``: the numbers that the check reads, the stage, and the rule for them. ``read`` returns this rank's numbers by name. Do not wait
    for numbers on a device: return a function that reads a ``HostNumbers`` when they are sent. All numbers share a handshake, whose size

@@ -189,6 +189,8 @@ class BatchCheck(RankCheck, default=True):
         self._noise.end()
         if self._noise.error is not None:
             raise self._noise.error
+        if self._saved is None and self._noise.is_finished(self.runner.step):
+            self.runner.stop_observing(self, "see_batch", "see_batch_end")
 
     # ------------------------------------------------------------------ facts
 
@@ -240,8 +242,7 @@ class BatchCheck(RankCheck, default=True):
         if self._has_no_pairs:
             self._find_missing_pairs()
         random_state = 0
-        draws_globally = getattr(trainer.strategy, "randomness", "rank") != "rank"
-        if self.runner.step < RANDOM_STEPS and not draws_globally:
+        if self.runner.step < RANDOM_STEPS and getattr(trainer.strategy, "randomness", "rank") == "rank":
             random_state = state_of_draws()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_last:
@@ -271,7 +272,8 @@ class BatchCheck(RankCheck, default=True):
         self._global_rows = tuple(columns["rows"])
         same = self._same.see(columns["content"], columns["distinct"])
         columns["is_same"] = [rank in same for rank in range(len(self._global_rows))]
-        self._noise.see_states(columns)
+        if any(columns["random_state"]):
+            self._noise.see_states(columns)
 
     def _read_epoch(self) -> Numbers:
         """Look for batches that Lightning shuffles and for a short window, and return the labels of the last epoch and sizes of this one.

@@ -31,6 +31,7 @@ AFTER_BACKWARD, BEFORE_STEP, OF_STEP = "after backward", "before the step", "of 
 """Points at which gradients are fingerprinted: after DDP's reduction; before hooks and clipping, when every strategy has reduced them; and
 after the step, with the values that the optimizer used."""
 
+_PLAIN = (bool, int, float, str, tuple, list)  # types of an optimizer's settings, besides tensors of one number
 _MAX_OTHERS = 4  # largest number of parameters named in addition to the parameter that differs
 
 
@@ -113,10 +114,6 @@ class DDPSnapshot:
             return {}
         return {name: parameter for name, parameter in parameters.items() if name in self._hooked}
 
-    def keep_gradients(self, place: str, started: StartedGradients) -> None:
-        """Store gradients read at a place. Several optimizers or backwards in one batch each add their gradients."""
-        self.gradients.setdefault(place, {}).update(started)
-
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
         """Return the fault that prevents DDP from reducing this parameter's gradient, judged on this rank. Empty if there is none.
 
@@ -146,21 +143,21 @@ class OptimizerSettings:
         values: list[Any] = []
         for optimizer in runner.trainer.optimizers:
             for group in optimizer.param_groups:
-                names = [name for name, value in group.items() if name != "params" and _is_setting(value)]
-                values += [group[name] for name in names]
-                self._names.append(names)
-        self._values = HostNumbers([value.reshape(()) if isinstance(value, Tensor) else value for value in values])
+                self._names.append([])
+                for name, value in group.items():
+                    if isinstance(value, Tensor) and value.numel() == 1:
+                        values.append(value.reshape(()))
+                    elif name != "params" and isinstance(value, _PLAIN):
+                        values.append(value)
+                    else:
+                        continue
+                    self._names[-1].append(name)
+        self._values = HostNumbers(values)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the settings of each group. Waits for copies that have not been completed."""
         values = iter(self._values.read())
         return [dict(zip(names, values, strict=False)) for names in self._names]
-
-
-def _is_setting(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (bool, int, float, str, tuple, list))
 
 
 def send_gradient_scale(trainer: Trainer) -> HostNumbers:

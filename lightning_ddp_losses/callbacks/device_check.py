@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.batch_reader import BatchReader
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
 from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
 from lightning_ddp_losses.callbacks.facts.rules import find_shared_devices
@@ -59,18 +60,16 @@ class DeviceCheck(RankCheck, default=True):
 
     faults = ("F50", "F73", "IDLE")
     needs_peers = False
+    shares = (("_batches", BatchReader),)
+    _batches: BatchReader
 
     def _forget(self) -> None:
-        self._batches, self._began, self._host_peak_bytes = 0, time.perf_counter(), 0
+        self._began, self._host_peak_bytes = time.perf_counter(), 0
         self._use_by_rank: list[UseOfRank] = []
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Start the clock."""
         self._began = time.perf_counter()
-
-    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
-        self._batches += 1
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         """Read the memory at its peak, after forward, when all tensors saved for backward are allocated."""
@@ -98,7 +97,7 @@ class DeviceCheck(RankCheck, default=True):
         peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
         if device.type != "cpu" and peak_of is not None:
             peak_bytes = peak_of(device)
-        return {"batches": self._batches, "seconds": time.perf_counter() - self._began, "peak_bytes": peak_bytes}
+        return {"batches": self._batches.number, "seconds": time.perf_counter() - self._began, "peak_bytes": peak_bytes}
 
     def _see_use(self, columns: Columns) -> None:
         self._use_by_rank = [UseOfRank(*use) for use in zip(*columns.values(), strict=True)]

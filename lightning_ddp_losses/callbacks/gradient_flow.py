@@ -127,7 +127,7 @@ class GradientFlowCheck(RankCheck, default=True):
         step, trainer = self.runner.step, self.runner.trainer
         if step % self.every_n_steps:
             return
-        parameters = all_parameters = self.runner.replicated_parameters()
+        parameters = all_parameters = self.runner.parameters.current()
         if len(trainer.optimizers) > len(optimizers):  # only the parameters that these optimizers step
             stepped = _stepped_by(optimizers)
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
@@ -145,9 +145,9 @@ class GradientFlowCheck(RankCheck, default=True):
             started = self._gradients.started
         else:
             started = ddp_state.start_gradients(slices, parameters)
-        # the snapshot stores them, to find out later where a difference first occurred
+        # the snapshot stores them, to find out later where a difference first occurred. Optimizers and backwards of one batch add theirs
         if self.runner.parameters.is_replicated:
-            self._snapshot.keep_gradients(place, started)
+            self._snapshot.gradients.setdefault(place, {}).update(started)
 
     def _see_parts(self, optimizers: Sequence[Optimizer]) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
@@ -185,7 +185,7 @@ class GradientFlowCheck(RankCheck, default=True):
         expected = sum(name in waited_for for name in gradients.absent)
         # the compared gradients have already been read, so the state reads no further ones
         gradients.state = ddp_state.StepState(
-            self.runner, self._snapshot, self.runner.replicated_parameters(), compared=[]
+            self.runner, self._snapshot, self.runner.parameters.current(), compared=[]
         )
         stepped, compares = self.runner.batch.stepped, self.runner.parameters.is_replicated
 
@@ -250,7 +250,7 @@ class GradientFlowCheck(RankCheck, default=True):
         """Return the gradient, or None if the finding is about an earlier step."""
         if finding.step != self.runner.step:
             return None
-        parameter = self.runner.replicated_parameters().get(finding.name)
+        parameter = self.runner.parameters.current().get(finding.name)
         if parameter is None or finding.fault == "F79":
             return None
         return parameter.grad

@@ -53,10 +53,9 @@ class OptimizerCheck(RankCheck, default=True):
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Store fingerprints of the parameters before the first step, which should change them."""
-        if self._before is not None:
-            return
-        moving = {name: p for name, p in self.runner.replicated_parameters().items() if _has_gradient(p)}
+        moving = {name: p for name, p in self.runner.parameters.current().items() if _has_gradient(p)}
         self._before = dict(zip(moving, fingerprints(moving.values()), strict=True))
+        self.runner.stop_observing(self, "see_gradients")
 
     # ------------------------------------------------------------------ facts
 
@@ -76,7 +75,7 @@ class OptimizerCheck(RankCheck, default=True):
             self._find_forgotten(trainer, self.runner.module)
         before, now = list[int](), HostNumbers([])
         if self._steps_seen < 2 and self._is_second_step(trainer) and self._before:
-            parameters = self.runner.replicated_parameters()
+            parameters = self.runner.parameters.current()
             before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
         stepped = self.runner.batch.stepped
 
@@ -121,7 +120,7 @@ class OptimizerCheck(RankCheck, default=True):
 
     def _state(self, trainer: Trainer) -> int:
         """Return a hash of the tensors in the optimizers' states, which are not empty after a restart."""
-        replicated = {id(parameter) for parameter in self.runner.replicated_parameters().values()}
+        replicated = {id(parameter) for parameter in self.runner.parameters.current().values()}
         found: list[int] = []
         for optimizer in trainer.optimizers:
             if "ZeroRedundancy" in type(optimizer).__name__:  # each rank stores a different part

@@ -140,7 +140,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _read_step(self) -> Callable[[], Numbers] | None:
         """Return the numbers of the parameters that are compared in this step."""
-        parameters = self.runner.replicated_parameters()
+        parameters = self.runner.parameters.current()
         if not self.runner.parameters.is_replicated:
             return None
         is_first, self._is_first_step = self._is_first_step, False

@@ -60,11 +60,12 @@ class ReplicatedParameters:
     """Caches ``replicated_parameters`` until modules, parameters, their layout or optimizers change.
 
     Attributes:
+        is_current: False at the start and end of a batch. The next lookup then compares them.
         is_replicated: Whether they must be equal after every step. Set by ``current``, like ``divided``.
         divided: Names of parameters that are divided over the ranks.
     """
 
-    is_replicated = False
+    is_current = is_replicated = False
     divided: frozenset[str] = frozenset()
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -76,6 +77,8 @@ class ReplicatedParameters:
 
     def current(self) -> dict[str, Tensor]:
         """Return the parameters, as the same dict until a parameter, its shape, its dtype or its ``requires_grad`` changes."""
+        if self.is_current:
+            return self._found
         known, _ = self._structure()
         if known != self._known or not self._slots:
             self._slots = []
@@ -86,6 +89,7 @@ class ReplicatedParameters:
             self.divided = divided_parameters(self._trainer)
             # keep the objects alive, otherwise a new object could have the same id
             self._known, self._kept_alive = self._structure()
+        self.is_current = True
         return self._found
 
     def _structure(self) -> tuple[list[list[Any]], list[Any]]:

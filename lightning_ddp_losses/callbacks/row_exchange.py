@@ -31,13 +31,16 @@ from lightning_ddp_losses.callbacks.facts.fact import Numbers, decode, encode
 from lightning_ddp_losses.callbacks.facts.user_rows import facts_of_rows
 from lightning_ddp_losses.callbacks.findings import (
     FAILED,
+    MOST_NAMES,
     CheckStage,
     Finding,
     findings_of_texts,
     names_of_stages,
+    shown_names,
     texts_of,
 )
 from lightning_ddp_losses.callbacks.report import Report
+from lightning_ddp_losses.core.autograd_graph import parameters_without_gradient
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.liveness import Watch
@@ -106,6 +109,7 @@ class RowExchange:
         watch: Watch of the run, or None.
         names: Names of the stages in messages.
         after_error: Exchange through the store, which replaces the handshakes once this rank has an error. None until an error occurs.
+        last_backward: Name of this rank's last backward, as the watch publishes it. Empty before the first one.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class RowExchange:
         self.watch, self.report = watch, report
         self.names = names_of_stages(is_test=trainer.testing)
         self.after_error: StoreExchange | None = None
+        self.last_backward = ""
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
         # active checks, their facts at each stage, and the stages of the checks when these facts were looked up
         self._checks = [*checks]
@@ -157,6 +162,7 @@ class RowExchange:
             if waited > looked + _LOOK_SECONDS:
                 looked = waited
                 self._refuse_missed_call(pending, place)
+                self._refuse_partial_backward()
             time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
         return pending.finish()
 
@@ -177,6 +183,23 @@ class RowExchange:
                 page="F45",
             )
             handshake.raise_on_all_ranks(error, place)
+
+    def _refuse_partial_backward(self) -> None:
+        """Raise F37 if a peer is stalled in the backward that this rank has finished without the gradients of some parameters.
+
+        DDP waits for these gradients on the peer, and nothing can interrupt it. `GradientFlowCheck` finds this before backward, if it runs
+        in this step.
+
+        Raises:
+            DDPLossError: on this rank. Its peers end with it.
+        """
+        if self.watch is None or not self.last_backward or not self.watch.is_any_peer_at(self.last_backward):
+            return
+        names = parameters_without_gradient(self._trainer.strategy.model)
+        if names:
+            name = ", ".join(names[:MOST_NAMES])
+            finding = Finding.of("F37", ranks=(process_groups.rank(),), name=name, shown=shown_names(names))
+            raise DDPLossError(f"{self.last_backward}: {finding.text()}", findings=[finding])
 
     def gather_json(self, place: str, value: object) -> list[Any]:
         """Return a JSON value from each rank, in rank order. Communicates like ``gather_rows``."""

@@ -52,22 +52,22 @@ class Batch:
     """Events since the last batch ended.
 
     Attributes:
+        step: Number of optimizer steps before it, as loggers count them. It does not change inside a batch.
         stepping: Optimizers that were about to step.
         stepped: Number of steps that were made (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning.
         has_synchronised: True if one of them reduced gradients.
         is_row_sent: True if the strategy's handshake has already sent the row of this backward, before Lightning calls its hook.
         is_first: True before the first batch of the fit.
-        parameters: Parameters that must be equal on all ranks, once they have been looked up.
     """
 
+    step: int = 0
     stepping: list[Optimizer] = field(default_factory=list)
     stepped: int = 0
     backwards: int = 0
     has_synchronised: bool = False
     is_row_sent: bool = False
     is_first: bool = False
-    parameters: dict[str, Tensor] | None = None
 
 
 class CheckRunner(Callback):
@@ -107,9 +107,10 @@ class CheckRunner(Callback):
         self.batch, self.rows_in_strategy_handshake = Batch(is_first=True), False
         self._shared: dict[Callable[..., Any], Any] = {}
         self.parameters = ReplicatedParameters(trainer, module)
-        # functions to call by observation, each with its check, and ids of our checks that failed on this rank
+        # functions to call by observation, each with its check. Ids of our checks that failed on this rank, and with the name of an
+        # observation the checks that no longer need it, are not called
         self._observers: dict[str, list[tuple[Check, Callable[..., None]]]] = {}
-        self._blinded: set[int] = set()
+        self._not_called: set[int | tuple[int, str]] = set()
         self._handles: dict[object, Any] = {}
         self.epoch_ends = EpochEnds(trainer, module, self.run_stage)
         for check in self.checks:
@@ -120,7 +121,7 @@ class CheckRunner(Callback):
     @property
     def step(self) -> int:
         """The number of optimizer steps so far, as loggers count them."""
-        return lightning_compat.steps_as_logged(self.trainer)
+        return self.batch.step
 
     @property
     def stepping(self) -> list[Optimizer]:
@@ -146,11 +147,10 @@ class CheckRunner(Callback):
             self._observers = {}
         return self._shared[make]  # type: ignore[no-any-return]
 
-    def replicated_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that must be equal on all ranks. The lookup happens once per batch."""
-        if self.batch.parameters is None:
-            self.batch.parameters = self.parameters.current()
-        return self.batch.parameters
+    def stop_observing(self, check: Check, *observations: str) -> None:
+        """Stop calling observations (``see_batch``) of a check that has nothing to do in them for the remainder of the fit."""
+        self._not_called.update((id(check), observation) for observation in observations)
+        self._observers = {}
 
     def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
         """Call ``see(args, kwargs)`` with the arguments of each forward of a module, until the fit ends.
@@ -161,7 +161,7 @@ class CheckRunner(Callback):
 
         # a function instead of a method, so that copying the module does not copy the check
         def hook(called: nn.Module, *arguments: Any) -> None:
-            if id(called) != own or id(check) in self._blinded:
+            if id(called) != own or id(check) in self._not_called:
                 return
             try:
                 see(*arguments)
@@ -210,7 +210,8 @@ class CheckRunner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass a training batch to the checks. Before the first step, they may run the module on it."""
-        self.batch.parameters = None
+        self.parameters.is_current = False
+        self.batch.step = lightning_compat.steps_as_logged(trainer)
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:
@@ -235,14 +236,15 @@ class CheckRunner(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Pass a loss to the checks, and judge it unless the strategy's handshake has done so."""
-        self._enter(f"backward of step {self.step}")
+        self.row_exchange.last_backward = f"backward of step {self.step}"
+        self._enter(self.row_exchange.last_backward)
         if self.batch.is_row_sent:  # the strategy's handshake has passed on and judged the loss
             self.batch.is_row_sent = False
             return
         self._see_loss(loss)
         if self.synchronising and not self.rows_in_strategy_handshake:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
-            self._enter(f"backward of step {self.step}")
+            self._enter(self.row_exchange.last_backward)
 
     def _see_loss(self, loss: Tensor | None) -> None:
         self.batch.backwards += 1
@@ -267,6 +269,7 @@ class CheckRunner(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Call the checks after a backward, before the module's own hook."""
+        self._enter(f"hooks after backward of step {self.step}")
         self._observe("see_backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -299,7 +302,7 @@ class CheckRunner(Callback):
         if has_stepped or is_step_due:
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
-        self.batch = Batch()
+        self.batch, self.parameters.is_current = Batch(self.step), False
         self._observe("see_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -359,6 +362,7 @@ class CheckRunner(Callback):
         Raises:
             PeerError: instead of the exception, if a peer's failure caused it.
         """
+        self.batch.step = lightning_compat.steps_as_logged(self.trainer)
         last_rows = None
         if isinstance(exception, Exception):
             facts = self.row_exchange.due(CheckStage.AFTER_STEP, step=0)
@@ -406,6 +410,7 @@ class CheckRunner(Callback):
         """
         if self.trainer.sanity_checking:  # checks do not run in the validation before training
             return
+        self.batch.step = lightning_compat.steps_as_logged(self.trainer)
         due = self.row_exchange.due(stage, self.step)
         self._enter(place_of(self.row_exchange.names[stage], self.step))
         if not due:
@@ -429,6 +434,7 @@ class CheckRunner(Callback):
 
         Communication: one gather.
         """
+        self.batch.step = lightning_compat.steps_as_logged(self.trainer)
         with self.own_time:
             self.row_exchange.exchange(self.row_exchange.due(CheckStage.AFTER_STEP, step=0), self.step, place=place)
 
@@ -452,18 +458,20 @@ class CheckRunner(Callback):
         """Return the functions for an observation: those of shared objects, for the first check that uses them, then those of checks."""
         active = self.checks
         if observation != "stop":  # a check that failed must remove its hooks too
-            active = [check for check in self.checks if id(check) not in self._blinded]
+            active = [check for check in self.checks if id(check) not in self._not_called]
         found: list[tuple[Check, Callable[..., None]]] = []
         for make, shared in self._shared.items():
             users = [check for check in active if make in dict(check.shares).values()]
             if users and hasattr(shared, observation):
                 found.append((users[0], getattr(shared, observation)))
-        return found + [(check, getattr(check, observation)) for check in active if check.overrides(observation)]
+        own = [check for check in active if check.overrides(observation)]
+        own = [check for check in own if (id(check), observation) not in self._not_called]
+        return found + [(check, getattr(check, observation)) for check in own]
 
     def _blind(self, check: Check) -> None:
         """Stop calling a check that failed, for the remainder of this fit."""
-        if id(check) not in self._blinded:
-            self._blinded.add(id(check))
+        if id(check) not in self._not_called:
+            self._not_called.add(id(check))
             self._observers = {}
             with contextlib.suppress(Exception):  # it has failed already
                 check.stop(self.trainer, self.module)

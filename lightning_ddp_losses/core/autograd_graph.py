@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ddp_losses.core import inputs, precision, torch_compat
@@ -196,6 +197,19 @@ class UnusedParameterFinder:
             id(node.variable) for node, children in walk_graph([loss]) if not children and hasattr(node, "variable")
         )
         return [name for name, p in parameters.items() if id(p) not in reached]
+
+
+def parameters_without_gradient(model: object) -> list[str]:
+    """Return the parameters whose gradients DDP waits for in each backward and which the last one did not reach, by name.
+
+    The result is empty for a model without DDP, and if there are no gradients, because they have been reset.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+        return []
+    named = model.module.named_parameters()
+    awaited = {name: p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore}
+    absent = [name for name, parameter in awaited.items() if parameter.grad is None]
+    return absent if len(absent) < len(awaited) else []
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ class Watch:
             PeerError: when another rank has failed.
         """
         self._place = place, time.monotonic()
-        self.check_peers()
+        if self._peer_failure is not None:
+            self.check_peers()
 
     def check_peers(self) -> None:
         """Raise an error in the main thread, which may be waiting, when another rank has failed.
@@ -226,6 +227,11 @@ class Watch:
         """Return where a rank's main thread was when its listening thread noticed an end or a stall, or an empty text if unknown."""
         key = f"place/{rank}"
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def is_any_peer_at(self, place: str) -> bool:
+        """Return whether the last stall of another rank that its listening thread published was at a place."""
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        return any(self.place_of(rank).partition(",")[0] == place for rank in peers)
 
     def _read_failure(self) -> None:
         """Read a peer's failure and acknowledge it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
+from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
@@ -177,6 +178,34 @@ def test_a_finding_before_a_wait_is_raised_with_any_action(
     """The backward, or the exchange of the checks after it, would wait for ever."""
     errors = pool.errors(2, fit, partial(subject, True), strategy, action=action, file=False)
     assert_errors(errors, fault, "of step 1", "rank 1")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_a_partial_backward_is_named_without_the_check_that_compares_graphs(
+    pool: RankPool, action: str, strategy: str
+) -> None:
+    """DDP on the peer waits for gradients that never come, and nothing interrupts it: its process ends with the reason."""
+    options = {"checks": [ParameterSyncCheck()], "action": action, "stall_seconds": 1.0, "file": False}
+    with pytest.raises(RankFailure) as failure:
+        pool.errors(2, fit, partial(WithoutEncoder, True), strategy, grace=1.0, fresh=True, **options)
+    text = str(failure.value)
+    assert "rank 0 stops, after it waited as shown above: rank 1 failed" in text
+    assert "backward of step 1: F37: `encoder.weight`, `encoder.bias` not in the graph of the loss (rank 1)" in text
+
+
+class SlowAfterBackward(
+    Subject
+):  # the last rank is slow, and every rank drops a gradient as DINO does for its last layer
+    def on_after_backward(self) -> None:
+        self.head.weight.grad = None
+        if self.odd and self.trainer.global_step == 1:
+            time.sleep(4.0)
+
+
+def test_a_rank_that_is_slow_after_its_backward_is_no_fault(pool: RankPool) -> None:
+    options = {"checks": [ParameterSyncCheck()], "stall_seconds": 1.0, "file": False}
+    assert pool.run(2, fit, partial(SlowAfterBackward, True), "ddp", **options) == [None, None]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])

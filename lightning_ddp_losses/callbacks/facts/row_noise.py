@@ -54,11 +54,9 @@ class RowNoise(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def see_states(self, columns: Columns) -> None:
         """Keep the random states of all ranks, and add those of the step before."""
-        now = columns["random_state"]
-        if any(now):
-            self._states.append(now)
-        is_second = len(self._states) == RANDOM_STEPS and any(now)
-        columns["random_state_before"] = self._states[0] if is_second else [0] * len(now)
+        self._states.append(columns["random_state"])
+        if len(self._states) == RANDOM_STEPS:
+            columns["random_state_before"] = self._states[0]
         self._is_due |= draw_same(columns)
 
     def begin(self, rows: int) -> None:
@@ -75,6 +73,11 @@ class RowNoise(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_entered and (must_leave or torch_compat.is_innermost(self)):
             self._is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def is_finished(self, step: int) -> bool:
+        """Return whether no later batch will be looked at, after that many optimizer steps."""
+        is_over = self._is_over or not self._is_due
+        return step >= RANDOM_STEPS and is_over and not self._is_entered
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator. Note it if it is the draw that is looked for."""

@@ -248,7 +248,8 @@ def compare_batches(columns: Columns) -> list[Finding]:
 
 def draw_same(columns: Columns) -> bool:
     """Return whether all ranks draw, and had the same random states in two steps."""
-    now, before = columns["random_state"], columns["random_state_before"]
+    now = columns["random_state"]
+    before = columns.get("random_state_before", [0])
     is_known = len(now) > 1 and now[0] and before[0]
     return bool(is_known and len(set(now)) == len(set(before)) == 1 and now[0] != before[0])
 
