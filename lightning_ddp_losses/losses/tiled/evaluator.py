@@ -4,7 +4,8 @@ A tile holds the distances of a few of this rank's rows to all columns. Forward 
 statistics per row. One handshake distributes the sums and statistics of all ranks. Backward recomputes each tile and overwrites it with its
 gradient. Memory at any time holds the embeddings, two or three tiles, and the statistics. A call takes three matrix products if the matrix
 is symmetric, otherwise four. It takes one fewer if there is a single tile, and if the gradient of a tile depends only on that tile. On the
-CPU it takes two if the matrix is symmetric, because tiles cover half of this rank's block of it (``half_tiles``).
+CPU it takes two if the matrix is symmetric, because tiles cover half of this rank's block of it (``half_tiles``), and one and a half if
+these tiles fit into ``KEPT_BYTES``, in which they are kept until backward.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
 of a row.
@@ -58,6 +59,11 @@ from lightning_ddp_losses.losses.tiled.tiles import (
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 HALF_TILE_BYTES = 1 << 20
 """Bytes of a tile of half of the matrix: 256 rows and 1,024 columns of float32, which fit into the cache of a core."""
+KEPT_BYTES = 8 << 20
+"""Bytes of tiles of half of the matrix that stay in memory until backward, which does not multiply their rows again.
+
+They are nearly all tiles of 2,048 rows of float32. More rows keep as many bytes.
+"""
 MASKED_BYTES = 64 << 20
 """Largest matrix of pairs for which an accelerator builds masks of all columns, instead of a band whose limits the host must read.
 
@@ -387,7 +393,9 @@ class _Tiles:
         self.columns = distance.kept_columns(columns.multiplied(pairs.column_order))
         self._like = embeddings.detach()
         self.places = self._place_tiles(tiled.tile_bytes)
-        self._buffer = self._like.new_empty(0)
+        self._buffer = self._kept = self._like.new_empty(0)
+        # where the matrix of a tile begins in the memory that is kept, by its first row and column
+        self._kept_at: dict[tuple[int, int], int] = {}
 
     def _place_tiles(self, tile_bytes: int | None) -> list[Place]:
         """Return the positions of the tiles: as few as fit, equal in height, over all columns; nearly square for half of the matrix."""
@@ -405,24 +413,51 @@ class _Tiles:
 
     def __iter__(self) -> Iterator[Place]:
         yield from self.places
-        self._buffer = self._like.new_empty(0)  # no tile is alive between forward and backward
+        self._buffer = self._like.new_empty(0)  # no other tile than the kept ones is alive between forward and backward
+
+    def keep(self, most_bytes: int) -> None:
+        """Keep the matrices of the first tiles from the next pass on, in so many bytes at most."""
+        most, size = most_bytes // self._like.element_size(), 0
+        for place in self.places:
+            end = size + math.prod(_shape(place))
+            if end > most:
+                break
+            self._kept_at[place.rows.start, place.columns.start] = size
+            size = end
+        # allocated once, outside of the tiles (``TileResults``)
+        self._kept = self._like.new_empty(size)
+
+    def release(self) -> None:
+        """Forget the kept matrices."""
+        self._kept_at = {}
+        self._kept = self._like.new_empty(0)
+
+    def kept(self, place: Place) -> Tensor | None:
+        """Return the memory of a tile's matrix, (T, C), if it is kept."""
+        start, shape = self._kept_at.get((place.rows.start, place.columns.start)), _shape(place)
+        return None if start is None else self._kept[start : start + math.prod(shape)].view(shape)
 
     def tile(self, place: Place, *, keep: bool) -> Tile:
-        """Compute a tile. Its matrix must not be overwritten if the tile is kept, or if the distance needs the matrix for its gradient."""
-        matrix, overwrites = self.matrix(place), not (keep or self._distance.needs_matrix_in_vjp)
+        """Compute a tile. Its matrix must not be overwritten if the tile is kept, or if the distance needs the matrix for its gradient.
+
+        If an earlier pass has kept the matrix, it is not computed.
+        """
+        matrix, overwrites = self.kept(place), not (keep or self._distance.needs_matrix_in_vjp)
+        if matrix is None:
+            matrix = self.matrix(place)
         if isinstance(self.pairs, OwnFirstPairs):
             masks = self.pairs.masks_at(place.rows, place.columns, overwrites=overwrites)
             return Tile(matrix, place.rows, masks, place.columns)
         return Tile(matrix, place.rows, self.pairs.masks(place.rows, overwrites=overwrites))
 
     def matrix(self, place: Place) -> Tensor:
-        """Compute the scaled distances of some rows and columns, in memory that all tiles of a pass share."""
-        rows, columns = self.rows.part(place.rows), self.columns.part(place.columns)
-        shape = len(rows.rows), len(columns.rows)
-        if self._buffer.numel() < math.prod(shape):
-            self._buffer = self._like.new_empty(shape).view(-1)
-        out = self._buffer[: math.prod(shape)].view(shape)
-        return self._distance.matrix(rows, columns, self._scale, out)
+        """Compute the scaled distances of some rows and columns, in memory that is kept or that all tiles of a pass share."""
+        out, shape = self.kept(place), _shape(place)
+        if out is None:
+            if self._buffer.numel() < math.prod(shape):
+                self._buffer = self._like.new_empty(shape).view(-1)
+            out = self._buffer[: math.prod(shape)].view(shape)
+        return self._distance.matrix(self.rows.part(place.rows), self.columns.part(place.columns), self._scale, out)
 
     def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums, mirrored: slice | None = None) -> None:
         """Add the gradients of rows and columns, given the gradient of a tile's matrix or of its band of columns.
@@ -510,6 +545,8 @@ class TiledForward:
         # a batch that fits into one tile is not computed twice
         keeps = backward_comes and not with_grads and len(tiles.places) == 1
         if isinstance(tiles.pairs, OwnFirstPairs):
+            if backward_comes and not with_grads and self._tiled.tile_bytes is None:
+                tiles.keep(KEPT_BYTES)
             numbers = self._numbers_of_halves(tiles.pairs, with_grads=with_grads)
         else:
             numbers = self._numbers_of_rows(keeps=keeps, with_grads=with_grads)
@@ -543,8 +580,13 @@ class TiledForward:
                 self._add_grads(tile, grads, place.mirrored)
         for place in tiles:
             band = half.positives_in(place)
-            if band is not None:
+            if band is None:
+                continue
+            kept, first = tiles.kept(place), place.columns.start
+            if kept is None:
                 half.add_positives(band, tiles.matrix(band))
+            else:
+                half.add_positives(band, kept[:, band.columns.start - first : band.columns.stop - first])
         return half.numbers
 
     def _add_grads(self, tile: Tile, grads: Sequence[Tensor], mirrored: slice | None = None) -> None:
@@ -658,10 +700,17 @@ class TiledForward:
                 tile = tiles.tile(place, keep=False)
             # gradient of the distances, then of the embeddings
             tiles.add_vjp_(tile, pair_loss.grad(tile), totals, place.mirrored)
+        # the gradient may have overwritten them
+        tiles.release()
         if pair_loss.factor is not None:
             for sums in totals:
                 if sums is not None:
                     sums.mul_(pair_loss.factor)
+
+
+def _shape(place: Place) -> tuple[int, int]:
+    """Return how many rows and columns a tile has."""
+    return place.rows.stop - place.rows.start, place.columns.stop - place.columns.start
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
