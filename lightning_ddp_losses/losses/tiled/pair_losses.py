@@ -130,6 +130,7 @@ class PairLoss:
         needs_both_kinds: True if PML returns zero when there are no positives or no negatives.
         has_kernels: True if ``kernels.launches`` implements its functions.
         counts_pairs_once: True if a pair counts once, however often a miner selects it.
+        of_far: The numbers of rows that ``far`` computes. The others do not depend on negatives.
         width: k.
         scale: Factor of the distances in the tiles' matrix.
         grad_in_forward: True if a tile's gradient depends only on that tile, up to a factor per sub-loss.
@@ -150,6 +151,7 @@ class PairLoss:
     counts_pairs_once: ClassVar[bool] = False
     grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
+    of_far: slice = slice(None)
     width: int = 0
     scale: float = 1.0
     factor: Tensor | None = None
@@ -207,12 +209,16 @@ class PairLoss:
     def far(
         self, tile: Tile, *, both: bool, with_grads: bool
     ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
-        """Compute ``part`` for a tile whose entries are all negatives. If ``both``, the second result has the numbers of its columns."""
+        """Compute ``part`` for a tile whose entries are all negatives, but only the numbers ``of_far``.
+
+        If ``both``, the second result has the numbers of its columns.
+        """
         raise NotImplementedError
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        """Join the numbers of the same rows over two different sets of columns."""
-        return tuple(map(torch.add, known, added))
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        """Join numbers of the same rows over other columns, all or those ``of_far``, with the known numbers, in their memory."""
+        for stored, each in zip(known, added, strict=True):
+            stored.add_(each)
 
     def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
         """Compute the numbers of positives in some columns, given all other numbers of the rows, if ``positives_last``. They are summed."""
@@ -360,8 +366,9 @@ class NTXent(SoftmaxPairLoss):
     def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return (formulas.ntxent_negatives(tile.matrix, _keys_of(tile)),), []
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        return tuple(map(torch.logaddexp, known, added))
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        for stored, each in zip(known, added, strict=True):
+            torch.logaddexp(stored, each, out=stored)
 
     def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
         return formulas.ntxent_positives(tile.matrix, _keys_of(tile), *self.row_options, *known)
@@ -410,14 +417,16 @@ class SupCon(SoftmaxPairLoss):
         none = torch.zeros_like(lse)
         return lse, torch.ones_like(lse), none, none.clone()
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
         maximum = torch.maximum(known[0], added[0])
         sums = []
         for own_maximum, sum_exp, total, number in (known, added):
             # stays finite for rows without entries
             shift = (own_maximum - maximum).clamp_min_(torch.finfo(maximum.dtype).min)
             sums.append((sum_exp * shift.exp(), total + number * shift, number))
-        return maximum, *map(torch.add, *sums)
+        known[0].copy_(maximum)
+        for stored, *each in zip(known[1:], *sums, strict=True):
+            torch.add(*each, out=stored)
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, sum_exp, positive_sum, number = numbers
@@ -441,6 +450,7 @@ class MultiSimilarity(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
+    of_far = slice(2)
     rows_of = staticmethod(formulas.multi_similarity_rows)
     grad_of = staticmethod(formulas.multi_similarity_grad)
 
@@ -463,20 +473,18 @@ class MultiSimilarity(SoftmaxPairLoss):
         return one * self._base, one, one * 0, one.clone()
 
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
-        lowest = torch.full_like(lse, torch.finfo(lse.dtype).min)
-        return lse, torch.ones_like(lse), lowest, torch.ones_like(lse)
+        return lse, torch.ones_like(lse)
 
     def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         base, ratio = self.row_options
         return formulas.multi_similarity_rows(tile.matrix, _keys_of(tile), base, ratio, with_one=False), []
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        found: list[Tensor] = []
-        for place in (0, 2):  # the largest entry and its softmax, for negatives and for positives
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        for place in range(0, len(known), 2):  # the largest entry and its softmax, for negatives and for positives
             maximum = torch.maximum(known[place], added[place])
             sums = [(each[place] - maximum).exp_().div_(each[place + 1]) for each in (known, added)]
-            found += maximum, torch.add(*sums).reciprocal_()
-        return tuple(found)
+            known[place].copy_(maximum)
+            torch.add(*sums, out=known[place + 1]).reciprocal_()
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, softmax, highest, positive_softmax = numbers
@@ -514,6 +522,7 @@ class Contrastive(PairLoss):
         self.grad_signs = (self.sign, -self.sign)
         near, far = reductions
         self.grad_options = (loss.pos_margin, loss.neg_margin), self.sign, (limits_of(near), limits_of(far))
+        self.of_far = slice(4 if self.records else 2, None)
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grads = self.run(formulas.contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
@@ -523,8 +532,7 @@ class Contrastive(PairLoss):
         self, tile: Tile, *, both: bool, with_grads: bool
     ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
         (_, margin), sign, (_, limits) = self.grad_options
-        *both_numbers, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
-        of_rows, of_columns = ((*map(torch.zeros_like, each), *each) for each in both_numbers)
+        of_rows, of_columns, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
         none = grad[:, :0]  # the tile has no positives
         return of_rows, of_columns if both else None, [none, grad] if with_grads else []
 
