@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
-from lightning_ddp_losses.losses.tiled import evaluator
+from lightning_ddp_losses.losses.tiled import call_tiles
 from lightning_ddp_losses.losses.tiled.evaluator import TiledCall
 from lightning_ddp_losses.losses.tiled.tile_functions import log_sum_exps
 from tests.oracle import assert_close, graded
@@ -128,7 +128,7 @@ def test_each_pair_is_multiplied_once(loss: str) -> None:
     assert 1.9 < products < 2.3
 
 
-@pytest.mark.parametrize("most", [0, 800_000, evaluator.KEPT_BYTES])
+@pytest.mark.parametrize("most", [0, 800_000, call_tiles.KEPT_BYTES])
 @pytest.mark.parametrize("loss", ["SupCon", "NTXent", "MultiSimilarity", "Contrastive, per anchor"])
 def test_tiles_are_kept_for_one_backward(loss: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit. The values and both gradients of one graph are the same bits as without: a second backward computes them again."""
@@ -137,7 +137,7 @@ def test_tiles_are_kept_for_one_backward(loss: str, most: int, monkeypatch: pyte
     given, labels = torch.randn(count, 32, generator=generator), torch.arange(count) // 3
 
     def step(kept_bytes: int) -> tuple[Tensor, list[Tensor], float]:
-        monkeypatch.setattr(evaluator, "KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr(call_tiles, "KEPT_BYTES", kept_bytes)
         leaf, grads = given.clone().requires_grad_(), []
         with Multiplied() as multiplied:
             value = GlobalBatchLoss(LOSSES[loss](), mode="rows")(leaf, labels)
@@ -154,7 +154,7 @@ def test_tiles_are_kept_for_one_backward(loss: str, most: int, monkeypatch: pyte
     saved = all_products - products
     if most == 0:
         assert saved == 0
-    elif most < evaluator.HALF_TILE_BYTES:
+    elif most < call_tiles.HALF_TILE_BYTES:
         assert 0.3 < saved < 0.7
     else:
         assert products < 1.85

@@ -30,8 +30,8 @@ from lightning_ddp_losses.losses.evaluations import chunks_of
 from lightning_ddp_losses.losses.gathered_call import CallBatches, PMLCall, SeedCounter
 from lightning_ddp_losses.losses.pml_registry import facts_of
 from lightning_ddp_losses.losses.products import TOWER_BYTES
-from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
-from lightning_ddp_losses.losses.tiled.tiles import tile_distance
+from lightning_ddp_losses.losses.tiled.call_tiles import rows_of_a_tile
+from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.two_towers import tiles_of
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
