@@ -106,7 +106,8 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         views: Number of views in the rows of the first argument, or of each argument by position or name, for losses that are not from
             PML and that pair rows by index: rows are ``torch.cat`` of the views, (views * B, ...).
         tile_bytes: Maximum size in bytes of one tile of distances in ``rows``. If None, a size that is fast on the device. Rows are
-            evaluated in tiles, and again in backward, so memory grows linearly with G.
+            evaluated in tiles, and again in backward, so memory grows linearly with G. If None, a call on the CPU whose ``evaluation``
+            is "tiled, symmetric" keeps up to 8 MiB of tiles until backward, which does not evaluate them again.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also support ``"ring"``.
         compile_tiles: How to compute the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
             hand-written kernels for SupCon if every rank has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per

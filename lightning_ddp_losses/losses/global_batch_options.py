@@ -15,7 +15,7 @@ from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
-from lightning_ddp_losses.losses.tiled.tiles import is_one_product
+from lightning_ddp_losses.losses.tiled.distances import is_one_product
 
 
 def refuse_options(

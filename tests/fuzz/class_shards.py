@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
 from lightning_ddp_losses.sharding import ClassShard
+from tests.fuzz import forms
 from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import RowsCase, options, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, zero_or
@@ -24,6 +25,8 @@ from tests.oracle import CLASS_LOSSES
 REDUCERS = ["", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted"]
 # a softmax over fewer classes is the loss itself on them (the others refuse it or normalise by the number of classes)
 SAMPLED = ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "SubCenterArcFaceLoss", "SphereFaceLoss"]
+# logits are one number times cosines
+OF_PRODUCTS = ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss"]
 ANY_DISTANCE = ("NormalizedSoftmaxLoss", "ProxyNCALoss")
 
 
@@ -47,6 +50,7 @@ class Case(RowsCase):
     miner: str
     way: str
     dtype: str
+    products: str
 
 
 @st.composite
@@ -58,6 +62,9 @@ def cases(draw: Any) -> Case:
     distance = draw(st.sampled_from(["", "", "Cosine", "Dot", "L2", "squared"]))
     rows = draw(rows_strategy().filter(lambda rows: rows.classes >= len(rows.ranks)))
     world = len(rows.ranks)
+    form = {"products": "auto", "dtype": draw(st.sampled_from(["float64", "float64", "float32"]))}
+    if name in OF_PRODUCTS and distance in ("", "Cosine", "Dot"):
+        form.update(forms.draw_form(draw))
     parts = [size for size in range(1, world) if world % size == 0]
     part = draw(st.sampled_from([0, 0, *parts])) if sample_rate == 1.0 else 0
     return Case(
@@ -73,15 +80,19 @@ def cases(draw: Any) -> Case:
         part=part,
         miner=draw(st.sampled_from(["", "", "", *MINERS])) if sample_rate == 1.0 and not part else "",
         way=draw(st.sampled_from(WAYS)) if sample_rate == 1.0 else "plain",
-        dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
+        **form,
     )
 
 
 def make_loss(case: Case, classes: int | None = None) -> nn.Module:
     given = {"num_classes": classes or case.rows.classes, "embedding_size": case.rows.dim}
-    return build(
+    loss = build(
         case.loss, case.dtype, case.loss_options, **given, **parts_of(case, weight_regularizer=case.regularizer)
     )
+    if forms.rounds_rows(case):
+        for parameter in loss.parameters():
+            parameter.data = forms.rounded(parameter.data)
+    return loss
 
 
 def class_dim(case: Case) -> int:
@@ -152,11 +163,14 @@ def play(case: Case, place: Place) -> Found:
     miner: Any = MINERS[case.miner]() if case.miner else None
     if not place.alone:
         group = part_of_world(case.part) if case.part else None
-        loss = ClassShardedLoss(loss, chunk_size=case.chunk_size, sample_rate=case.sample_rate, group=group)
+        more = {"chunk_size": case.chunk_size, "sample_rate": case.sample_rate, "products": case.products}
+        loss = ClassShardedLoss(loss, group=group, **more)
         loss.attach(torch.optim.SGD(loss.parameters(), lr=0.1))  # it refuses sampled classes without one
         miner = GlobalBatchMiner(miner) if case.miner else None
     weight = next(iter(loss.parameters())) if place.alone else loss.weight
     data = place.data()
+    if forms.rounds_rows(case):
+        data["view 0"] = forms.rounded(data["view 0"])
     x, labels = place.leaf("x", data["view 0"]), place.own(data["labels"])
     for step in range(case.steps):
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
+from tests.fuzz import forms
 from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, lay_out, options, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
@@ -117,6 +118,14 @@ MINERS: dict[str, Callable[[], Any]] = {
 }
 REGULARIZERS = ["", "", "", "", "Lp", "ZeroMean", "CenterInvariant"]
 WEIGHT_REGULARIZERS = ["", "", "", "Lp", "ZeroMean", "CenterInvariant", "RegularFace"]
+# losses in tiles, by the distances that are products of rows; "": the loss's own
+PRODUCTS = {
+    "ContrastiveLoss": ("Cosine", "Dot"),
+    "MultiSimilarityLoss": ("", "Cosine", "Dot"),
+    "NTXentLoss": ("", "Cosine", "Dot"),
+    "SupConLoss": ("", "Cosine", "Dot"),
+    "TripletMarginLoss": ("Cosine", "Dot"),
+}
 CHOICES: dict[str, list[Any]] = {
     "reducer": REDUCERS,
     "distance": DISTANCES,
@@ -145,6 +154,7 @@ class Case(RowsCase):
     references: str
     way: str
     dtype: str
+    products: str = field(default="auto", kw_only=True)
 
 
 def draw_fields(draw: Any, name: str, most: int = 6) -> dict[str, Any]:
@@ -164,6 +174,8 @@ def draw_fields(draw: Any, name: str, most: int = 6) -> dict[str, Any]:
         pick["reducer"] = "AvgNonZero"
     if name == "VICRegLoss":
         pick["regularizer"], pick["reducer"] = "", ""
+    if pick["distance"] in PRODUCTS.get(name, ()):
+        pick.update(forms.draw_form(draw))
     rows = draw(rows_strategy(most))
     if name == "TupletMarginLoss":  # the arc cosine of 1 has no digits: equal rows are off by 1e-8 in one process, too
         rows = replace(rows, duplicates=0, layout="plain" if rows.layout == "expanded" else rows.layout)
@@ -226,18 +238,20 @@ def make_loss(case: Case) -> nn.Module:
 class Encoder(nn.Module):
     """Scales and shifts each number by itself: equal rows stay equal to the last bit, on whatever rank they are."""
 
-    def __init__(self, dim: int, layout: str) -> None:
+    def __init__(self, dim: int, layout: str, *, rounds: bool = False) -> None:
         super().__init__()
-        self.layout = layout
+        self.layout, self.rounds = layout, rounds
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, dim))
         self.bias = nn.Parameter(torch.linspace(-0.2, 0.3, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return lay_out(x * self.weight + self.bias, self.layout)
+        rows = x * self.weight + self.bias
+        return lay_out(forms.rounded(rows) if self.rounds else rows, self.layout)
 
 
 def make_encoder(case: Case, place: Place) -> nn.Module:
-    return Encoder(case.rows.dim, "plain" if place.alone else case.rows.layout).to(DTYPES[case.dtype])
+    layout = "plain" if place.alone else case.rows.layout
+    return Encoder(case.rows.dim, layout, rounds=forms.rounds_rows(case)).to(DTYPES[case.dtype])
 
 
 def reference_labels(case: Case, labels: Tensor) -> Tensor:
@@ -266,7 +280,9 @@ def make_global(case: Case, plain: nn.Module) -> GlobalBatchLoss:
     """The drawn mode and tiles."""
     allowed = GlobalBatchLoss(plain).exact_modes()
     mode = allowed[case.mode % len(allowed)]
-    return GlobalBatchLoss(plain, mode=mode, tile_bytes=case.tile_bytes if mode == "rows" else None)
+    if mode != "rows":
+        return GlobalBatchLoss(plain, mode=mode)
+    return GlobalBatchLoss(plain, mode=mode, tile_bytes=case.tile_bytes, products=case.products)
 
 
 def play(case: Case, place: Place) -> Found:

@@ -18,7 +18,6 @@ from lightning_ddp_losses import ClipLoss, SigLipLoss
 from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, cut, lay_out, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, leaf, zero_or
-from tests.tensor_cores import multiplying_bf16
 
 # whose number it is, and what the caller hands over of a parameter of its own
 GIVEN = ["plain number", "constant", "parameter", "result", "one element"]
@@ -178,13 +177,6 @@ def make_loss(case: Case) -> Any:
 
 
 def play(case: Case, place: Place) -> Found:
-    if case.products != "bf16x6" or place.alone:
-        return _play(case, place)
-    with multiplying_bf16():
-        return _play(case, place)
-
-
-def _play(case: Case, place: Place) -> Found:
     data, (extra, queue), (root, bias) = place.data(views=2), further(case), roots(case)
     if case.extra and not place.alone:
         extra = lay_out(extra.split(list(case.extra))[place.rank], case.rows.layout)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
-from tests.doors import TiledCall, log_sum_exps
+from tests.doors import TiledCall, call_tiles, log_sum_exps
 from tests.oracle import assert_close, graded
 
 ROWS, DIM = 48, 5
@@ -124,6 +124,39 @@ def test_each_pair_is_multiplied_once(loss: str) -> None:
         wrapped(leaf, torch.arange(count) // 2).backward()
     products = multiplied.number / (count * count * 32)
     assert 1.9 < products < 2.3
+
+
+@pytest.mark.parametrize("most", [0, 800_000, call_tiles.KEPT_BYTES])
+@pytest.mark.parametrize("loss", ["SupCon", "NTXent", "MultiSimilarity", "Contrastive, per anchor"])
+def test_tiles_are_kept_for_one_backward(loss: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit. The values and both gradients of one graph are the same bits as without: a second backward computes them again."""
+    count = 600
+    generator = torch.Generator().manual_seed(7)
+    given, labels = torch.randn(count, 32, generator=generator), torch.arange(count) // 3
+
+    def step(kept_bytes: int) -> tuple[Tensor, list[Tensor], float]:
+        monkeypatch.setattr(call_tiles, "KEPT_BYTES", kept_bytes)
+        leaf, grads = given.clone().requires_grad_(), []
+        with Multiplied() as multiplied:
+            value = GlobalBatchLoss(LOSSES[loss](), mode="rows")(leaf, labels)
+            grads += torch.autograd.grad(value, leaf, retain_graph=True)
+        grads += torch.autograd.grad(value, leaf)
+        return value.detach(), grads, multiplied.number / (count * count * 32)
+
+    value, grads, products = step(most)
+    expected, (grad, _), all_products = step(0)
+    for found in grads:
+        torch.testing.assert_close(found, grad, rtol=0, atol=0)
+    torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    # tiles are 0.71 of the matrix, 1.0 MB, and their gradients are 1.0 and what squares on the diagonal are extra
+    saved = all_products - products
+    if most == 0:
+        assert saved == 0
+    elif most < call_tiles.HALF_TILE_BYTES:
+        assert 0.3 < saved < 0.7
+    else:
+        assert products < 1.85
+        assert saved > 0.65
 
 
 @pytest.mark.parametrize("loss", LOSSES)

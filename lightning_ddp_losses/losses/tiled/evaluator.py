@@ -4,7 +4,8 @@ A tile holds the distances of a few of this rank's rows to all columns. Forward 
 statistics per row. One handshake distributes the sums and statistics of all ranks. Backward recomputes each tile and overwrites it with its
 gradient. Memory at any time holds the embeddings, two or three tiles, and the statistics. A call takes three matrix products if the matrix
 is symmetric, otherwise four. It takes one fewer if there is a single tile, and if the gradient of a tile depends only on that tile. On the
-CPU it takes two if the matrix is symmetric, because tiles cover half of this rank's block of it (``half_tiles``).
+CPU it takes two if the matrix is symmetric, because tiles cover half of this rank's block of it (``half_tiles``), and one and a half if
+these tiles fit into ``KEPT_BYTES``, in which they are kept until backward.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
 of a row.
@@ -12,20 +13,18 @@ of a row.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
-from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses import element_losses, partial_sums
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import GlobalSums, PartialSum, SumExchange
@@ -37,27 +36,23 @@ from lightning_ddp_losses.losses.pml_registry import (
     pair_loss_of,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import ProductForm, tile_budget, warn_of_tf32
+from lightning_ddp_losses.losses.products import ProductForm, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 from lightning_ddp_losses.losses.tile_results import TileResults
-from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, HalfNumbers, OwnFirstPairs, Place
+from lightning_ddp_losses.losses.tiled import call_tiles
+from lightning_ddp_losses.losses.tiled.call_tiles import CallTiles, GradSums, in_order, rows_of_a_tile, undo_order
+from lightning_ddp_losses.losses.tiled.distances import is_one_product, tile_distance
+from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, HalfNumbers, OwnFirstPairs
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tiles import (
     NamedPairs,
     NamedTriplets,
     Pairs,
-    Side,
     SortedPairs,
     Tile,
     WholePairs,
-    is_one_product,
-    tile_distance,
 )
 
-# few rows have few classes and hence few columns with positives. With fewer rows the columns are read too often, and overhead dominates
-_FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
-HALF_TILE_BYTES = 1 << 20
-"""Bytes of a tile of half of the matrix: 256 rows and 1,024 columns of float32, which fit into the cache of a core."""
 MASKED_BYTES = 64 << 20
 """Largest matrix of pairs for which an accelerator builds masks of all columns, instead of a band whose limits the host must read.
 
@@ -68,8 +63,6 @@ of the time of masks of all columns for 16,384 rows, and 0.84 and 0.67 for 65,53
 """
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # with more pairs, at least two are of the same kind, whatever the labels
-
-GradSums: TypeAlias = tuple[Tensor, Tensor | None]  # gradients of the rows, and of the columns if they are required
 
 
 # ---------------------------------------------------------------------- which losses
@@ -113,31 +106,6 @@ def tiled_plan(loss: Any) -> TiledPlan | None:
     whole = pair_loss.supports_whole(loss, reductions)
     triplets, is_product = facts_of(loss).compares_triplets, is_one_product(loss.distance)
     return TiledPlan(pair_loss, reductions, symmetric, whole, triplets, is_product)
-
-
-def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_bytes: int | None) -> int:
-    """Return how many rows fit into a tile.
-
-    Args:
-        row_bytes: Bytes of one row.
-        columns: C.
-        device: Device of the tile.
-        tile_bytes: Maximum size of a tile in bytes. If None, a size that is fast on the device.
-
-    Raises:
-        InputError: if not even one row fits.
-    """
-    if tile_bytes is None:
-        return max(_FEWEST_ROWS, tile_budget(device, _HOST_BYTES) // row_bytes)
-    expect(
-        tile_bytes >= row_bytes,
-        "tile_bytes",
-        expected=f"room for one row against {columns} columns ({row_bytes} bytes)",
-        got=tile_bytes,
-        fix="Raise tile_bytes, or leave it out.",
-        error=InputError,
-    )
-    return tile_bytes // row_bytes
 
 
 # ---------------------------------------------------------------------- one call
@@ -272,7 +240,16 @@ class TiledCall:
             pair_loss = self.new_pair_loss(like, self.compiler)
         else:
             pairs, pair_loss = self._known_pairs(like), self.new_pair_loss(like, None)
-        return TiledForward(self, _Tiles(self, pairs, pair_loss.scale), pair_loss)
+        tiles = CallTiles(
+            self.call,
+            self.loss.distance,
+            self.products,
+            pairs,
+            pair_loss.scale,
+            symmetric=self.symmetric,
+            tile_bytes=self.tile_bytes,
+        )
+        return TiledForward(self, tiles, pair_loss)
 
     def new_pair_loss(self, like: Tensor, run: Callable[..., Any] | None) -> PairLoss:
         """Return the loss on tiles with dtype and device of ``like``. It calls the tile functions through ``run``."""
@@ -346,136 +323,6 @@ class TiledCall:
         return labels, reference_labels, call.bound[0] if reference_labels is call.arguments["labels"] else None
 
 
-class _Tiles:
-    """Rows and columns of a call in the tiles' order and form, and the conversion of their gradients to the original order and form.
-
-    Args:
-        tiled: The call.
-        pairs: Pairs of rows and columns.
-        scale: Factor of the distances.
-
-    Attributes:
-        embeddings: (B, D), with their graph.
-        references: (G, D), with their graph. None if they do not require a gradient.
-        rows: This rank's rows in the order of the tiles, in the form that the distance stores.
-        columns: All columns, in their order and form.
-        places: Position of each tile in the matrix.
-    """
-
-    def __init__(self, tiled: TiledCall, pairs: Pairs, scale: float) -> None:
-        call, self.pairs, self._scale = tiled.call, pairs, scale
-        embeddings, references, everyone = call.given["embeddings"], call.references, call.arguments["embeddings"]
-        self.embeddings = embeddings = match_requires_grad(embeddings, everyone.requires_grad)
-        # rows and columns in the form in which they are compared
-        distance = self._distance = tile_distance(tiled.loss.distance, len(references), tiled.products)
-        columns = distance.prepare(references)
-        is_one_batch = references is everyone
-        if is_one_batch:
-            rows = columns.part(slice(*call.bound))
-            if pairs.column_order is not None:  # a view would keep the unsorted columns in memory
-                rows = rows.copied()
-        else:
-            rows = distance.prepare(embeddings)
-        self._prepared = rows
-        # gradient of the references. If rows and references are one batch, it includes the gradient of the rows
-        wants_references = references.requires_grad and not tiled.symmetric
-        self.references = references if wants_references else None
-        self._prepared_references = columns if wants_references else None
-        self._bound = slice(*call.bound) if wants_references and is_one_batch else None
-        # sorted, in the distance's form
-        self.rows = distance.kept_rows(rows.multiplied(pairs.row_order))
-        self.columns = distance.kept_columns(columns.multiplied(pairs.column_order))
-        self._like = embeddings.detach()
-        self.places = self._place_tiles(tiled.tile_bytes)
-        self._buffer = self._like.new_empty(0)
-
-    def _place_tiles(self, tile_bytes: int | None) -> list[Place]:
-        """Return the positions of the tiles: as few as fit, equal in height, over all columns; nearly square for half of the matrix."""
-        count, width, device = len(self._like), len(self.columns.rows), self._like.device
-        if not (count and width):
-            return []
-        if isinstance(self.pairs, OwnFirstPairs):
-            entry_bytes = self._distance.row_bytes(1, self._like)
-            most = max(1, (tile_bytes or HALF_TILE_BYTES) // entry_bytes)
-            height = max(1, min(HALF_TILE_ROWS, int(most**0.5)))
-            return list(self.pairs.places(height, most // height))
-        most = rows_of_a_tile(self._distance.row_bytes(width, self._like), width, device, tile_bytes)
-        size = -(-count // -(-count // most))
-        return [Place(slice(start, min(start + size, count)), slice(0, width)) for start in range(0, count, size)]
-
-    def __iter__(self) -> Iterator[Place]:
-        yield from self.places
-        self._buffer = self._like.new_empty(0)  # no tile is alive between forward and backward
-
-    def tile(self, place: Place, *, keep: bool) -> Tile:
-        """Compute a tile. Its matrix must not be overwritten if the tile is kept, or if the distance needs the matrix for its gradient."""
-        matrix, overwrites = self.matrix(place), not (keep or self._distance.needs_matrix_in_vjp)
-        if isinstance(self.pairs, OwnFirstPairs):
-            masks = self.pairs.masks_at(place.rows, place.columns, overwrites=overwrites)
-            return Tile(matrix, place.rows, masks, place.columns)
-        return Tile(matrix, place.rows, self.pairs.masks(place.rows, overwrites=overwrites))
-
-    def matrix(self, place: Place) -> Tensor:
-        """Compute the scaled distances of some rows and columns, in memory that all tiles of a pass share."""
-        rows, columns = self.rows.part(place.rows), self.columns.part(place.columns)
-        shape = len(rows.rows), len(columns.rows)
-        if self._buffer.numel() < math.prod(shape):
-            self._buffer = self._like.new_empty(shape).view(-1)
-        out = self._buffer[: math.prod(shape)].view(shape)
-        return self._distance.matrix(rows, columns, self._scale, out)
-
-    def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums, mirrored: slice | None = None) -> None:
-        """Add the gradients of rows and columns, given the gradient of a tile's matrix or of its band of columns.
-
-        Args:
-            tile: The tile.
-            grad: Gradient of its matrix.
-            sums: Gradients of all rows and columns.
-            mirrored: Columns that are also rows, as in ``Place``.
-        """
-        matrix, place, (row_sums, column_sums) = tile.matrix, tile.columns, sums
-        if grad.shape != matrix.shape:
-            band: Any = tile.keys.band  # type: ignore[union-attr]
-            matrix, first = matrix[:, band], 0 if place is None else place.start
-            place = slice(first + band.start, first + band.stop)
-        row_side = Side(self.rows.part(tile.rows), row_sums[tile.rows])
-        column_side = Side(self.columns, column_sums)
-        if place is not None:
-            column_side = Side(self.columns.part(place), None if column_sums is None else column_sums[place])
-        if mirrored is not None and place is not None:
-            first = max(mirrored.start, place.start)
-            row_side = row_side._replace(as_columns=self.columns.part(tile.rows))
-            column_side = column_side._replace(sums=row_sums[first : place.stop], first=first - place.start)
-        self._distance.vjp_(row_side, column_side, self._scale, matrix, grad)
-
-    def zeros(self, *, columns: bool = True) -> GradSums:
-        """Return sums of zeros for ``add_vjp_``, for rows and, if ``columns`` and the references require a gradient, for columns."""
-        dtype, column_sums = self._like.dtype, None
-        if columns and self.references is not None:
-            column_sums = torch.zeros_like(self.columns.rows, dtype=dtype)
-        return torch.zeros_like(self.rows.rows, dtype=dtype), column_sums
-
-    def with_graph(self) -> list[Tensor]:
-        """Return the tensors that receive a gradient."""
-        if self.references is None:
-            return [self.embeddings]
-        return [self.references] if self._bound is not None else [self.embeddings, self.references]
-
-    def vjp(self, row_sums: Tensor, column_sums: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of ``with_graph``, from the sums of rows and columns."""
-        distance, references, columns_grad = self._distance, self.references, None
-        rows_grad = _unsorted(distance.rows_grad_(self.rows, row_sums), self.pairs.row_order)
-        if column_sums is not None and references is not None and self._prepared_references is not None:
-            columns_grad = _unsorted(distance.columns_grad_(self.columns, column_sums), self.pairs.column_order)
-            if self._bound is not None:
-                columns_grad[self._bound] += rows_grad
-            columns_grad = distance.prepare_vjp(references, self._prepared_references, columns_grad)
-        if self._bound is not None:
-            return (columns_grad,)
-        found = distance.prepare_vjp(self.embeddings, self._prepared, rows_grad) if wanted[0] else None
-        return (found,) if references is None else (found, columns_grad)
-
-
 class TiledForward:
     """The evaluated tiles of a call: sums and statistics of this rank, and the loss with its gradient.
 
@@ -488,7 +335,7 @@ class TiledForward:
         row_stats: (B, k), statistics of this rank's rows.
     """
 
-    def __init__(self, tiled: TiledCall, tiles: _Tiles, pair_loss: PairLoss) -> None:
+    def __init__(self, tiled: TiledCall, tiles: CallTiles, pair_loss: PairLoss) -> None:
         self._tiled, self._tiles, self._pair_loss = tiled, tiles, pair_loss
         # the host reads neither the pairs nor the exchanged numbers
         self._is_blind = isinstance(tiles.pairs, WholePairs) and tiled.on_device
@@ -510,14 +357,16 @@ class TiledForward:
         # a batch that fits into one tile is not computed twice
         keeps = backward_comes and not with_grads and len(tiles.places) == 1
         if isinstance(tiles.pairs, OwnFirstPairs):
+            if backward_comes and not with_grads and self._tiled.tile_bytes is None:
+                tiles.keep(call_tiles.KEPT_BYTES)
             numbers = self._numbers_of_halves(tiles.pairs, with_grads=with_grads)
         else:
             numbers = self._numbers_of_rows(keeps=keeps, with_grads=with_grads)
         labels = call.local_labels
         if labels is not None:
-            labels = _sorted(labels, tiles.pairs.row_order)
+            labels = in_order(labels, tiles.pairs.row_order)
         totals, stats = pair_loss.finalize(numbers, labels)
-        return totals, _unsorted(stats, tiles.pairs.row_order)
+        return totals, undo_order(stats, tiles.pairs.row_order)
 
     def _numbers_of_rows(self, *, keeps: bool, with_grads: bool) -> tuple[Tensor, ...]:
         """Return the numbers of all rows, each of which is in one tile. If ``keeps``, the tile is stored for backward."""
@@ -543,8 +392,13 @@ class TiledForward:
                 self._add_grads(tile, grads, place.mirrored)
         for place in tiles:
             band = half.positives_in(place)
-            if band is not None:
+            if band is None:
+                continue
+            kept, first = tiles.kept(place), place.columns.start
+            if kept is None:
                 half.add_positives(band, tiles.matrix(band))
+            else:
+                half.add_positives(band, kept[:, band.columns.start - first : band.columns.stop - first])
         return half.numbers
 
     def _add_grads(self, tile: Tile, grads: Sequence[Tensor], mirrored: slice | None = None) -> None:
@@ -614,7 +468,7 @@ class TiledForward:
             all_stats: (G, k), statistics of all ranks' rows, if ``symmetric``.
         """
         value, factors = sums.reduce()
-        column_stats = None if all_stats is None else _sorted(all_stats, self._tiles.pairs.column_order)
+        column_stats = None if all_stats is None else in_order(all_stats, self._tiles.pairs.column_order)
         vjp = partial(self._gradients, column_stats, factors)
         return partial_sums.value_with_grad(value, *self._tiles.with_graph(), vjp=vjp), value
 
@@ -649,7 +503,7 @@ class TiledForward:
         """Add the gradients of all tiles. Arguments as for ``_gradients``."""
         tiles, pair_loss, row_stats = self._tiles, self._pair_loss, self.row_stats
         if column_stats is not row_stats:
-            row_stats = _sorted(row_stats, tiles.pairs.row_order)
+            row_stats = in_order(row_stats, tiles.pairs.row_order)
         pair_loss.prepare_backward(row_stats, column_stats, factors)
         for place in tiles:
             # recompute the distances, unless forward has stored its only tile
@@ -658,19 +512,9 @@ class TiledForward:
                 tile = tiles.tile(place, keep=False)
             # gradient of the distances, then of the embeddings
             tiles.add_vjp_(tile, pair_loss.grad(tile), totals, place.mirrored)
+        # the gradient may have overwritten them
+        tiles.release()
         if pair_loss.factor is not None:
             for sums in totals:
                 if sums is not None:
                     sums.mul_(pair_loss.factor)
-
-
-def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Return values in ``order``, or unchanged if ``order`` is None."""
-    return values if order is None else values[order]
-
-
-def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Undo ``_sorted``: return values that are in ``order`` in their original order, or unchanged if ``order`` is None."""
-    if order is None:
-        return values
-    return torch.empty_like(values).index_copy_(0, order, values)

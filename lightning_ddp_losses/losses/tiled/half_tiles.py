@@ -5,7 +5,7 @@ followed by the rows of the other ranks, also sorted. The first block is symmetr
 the squares on its diagonal are counted for their rows and, transposed, for their columns. Columns of other ranks are counted only for the
 rows, as in any tile.
 
-Each row is therefore in several tiles. Their numbers are joined (``PairLoss.joined``) in a fixed order.
+Each row is therefore in several tiles. Their numbers are joined (``PairLoss.join_``) in a fixed order.
 
 Positives of sorted rows are near the diagonal. All entries beyond them are negatives, and one exponential per entry serves its row and its
 column (``PairLoss.far``).
@@ -156,9 +156,9 @@ class HalfNumbers:
             far = slice(end, columns.stop)
             tile = self._tile(rows, far, matrix[:, end - columns.start :])
             of_rows, of_columns, grads = self._pair_loss.far(tile, both=mirrored is not None, with_grads=with_grads)
-            self._join_(rows, of_rows)
+            self._join_(rows, of_rows, self._pair_loss.of_far)
             if of_columns is not None:
-                self._join_(far, of_columns)
+                self._join_(far, of_columns, self._pair_loss.of_far)
             found.append((tile, grads))
         return found if with_grads else []
 
@@ -190,7 +190,6 @@ class HalfNumbers:
         keys = self._pairs.masks_at(rows, columns, overwrites=False)
         return Tile(matrix, rows, keys, columns)
 
-    def _join_(self, rows: slice, numbers: Numbers) -> None:
-        known = tuple(each[rows] for each in self._numbers)
-        for stored, each in zip(known, self._pair_loss.joined(known, numbers), strict=True):
-            stored.copy_(each)
+    def _join_(self, rows: slice, numbers: Numbers, which: slice = slice(None)) -> None:
+        known = tuple(each[rows] for each in self._numbers[which])
+        self._pair_loss.join_(known, numbers)

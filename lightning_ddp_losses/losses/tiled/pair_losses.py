@@ -13,89 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number, stack_numbers
+from lightning_ddp_losses.losses.partial_sums import PartialSum, stack_numbers
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled import tile_functions as formulas
-from lightning_ddp_losses.losses.tiled.tiles import Keys, LabelKeys, Tile, Triplets, is_one_product
+from lightning_ddp_losses.losses.tiled.distances import is_one_product
+from lightning_ddp_losses.losses.tiled.reductions import limits_of, reduce_pairs, reduce_rows
+from lightning_ddp_losses.losses.tiled.tiles import Keys, LabelKeys, Tile, Triplets
 
 _LOG_COLUMNS = 25.0  # upper bound for the logarithm of the number of columns, for any memory size
 _CLOSE = 0.65  # log-sum-exps within this range, in units of the largest exponent, can be exponentiated separately without loss of precision
-
-
-# ---------------------------------------------------------------------- pytorch-metric-learning's reducers on numbers of rows
-
-
-def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[PartialSum, Tensor | None]:
-    """Reduce one loss per row.
-
-    Args:
-        reduction: ``per_anchor`` has no effect because rows are anchors.
-        losses: (B,).
-        labels: (B,), for class weights.
-
-    Returns:
-        The sum, and the weight (B,) of each row's loss in it, or None if all weights are 1.
-    """
-    counts, number = None, host_number(losses.numel())
-    passed = above = number
-    if reduction.selects:
-        counts = reduction.passes(losses).to(losses.dtype)
-        passed = counts.sum()
-        above = number if reduction.low is None else passed
-        if reduction.low is not None and reduction.high is not None:
-            above = (losses > reduction.low).sum()
-    if reduction.weights is not None:
-        # class weights apply to the sum and not to the divisor, as in PML
-        assert labels is not None
-        counts = reduction.weights.to(losses)[labels]
-    weighted = losses if counts is None else losses * counts
-    divisor = None if reduction.plain_sum else passed
-    element_counts = ElementCounts(number, passed, above, number)
-    return PartialSum(weighted.sum(dtype=torch.float64), divisor, counts=element_counts), counts
-
-
-def reduce_pairs(
-    reduction: Reduction, numbers: Sequence[Tensor], labels: Tensor | None
-) -> tuple[PartialSum, Tensor | None]:
-    """Reduce a sub-loss over pairs (or triplets).
-
-    Args:
-        reduction: Reducer of the sub-loss.
-        numbers: (B,) each: the sum of the losses of a row that pass the limits, and their number. If counts are recorded, also the number
-            of all losses and the number above the lower limit.
-        labels: (B,), for class weights.
-
-    Returns:
-        The sum, and the weight (B,) of a passing pair of each row in it, or None if all weights are 1.
-    """
-    total, number, *recorded = numbers
-    if reduction.per_anchor:
-        pairs = number.clamp(min=1)
-        anchors, counts = reduce_rows(reduction, total / pairs, labels)
-        element_counts = anchors.counts._replace(pairs=number.sum(dtype=torch.float64))
-        return replace(anchors, counts=element_counts), pairs.reciprocal() if counts is None else counts / pairs
-    counts = None
-    if reduction.weights is not None and labels is not None:
-        counts = reduction.weights.to(total)[labels]
-        total = total * counts
-    passed = number.sum(dtype=torch.float64)
-    elements = above = passed
-    if recorded:
-        elements, above = (each.sum(dtype=torch.float64) for each in recorded)
-    divisor = None if reduction.plain_sum else passed
-    element_counts = ElementCounts(elements, passed, above, elements)
-    return PartialSum(total.sum(dtype=torch.float64), divisor, counts=element_counts), counts
-
-
-def limits_of(reduction: Reduction) -> formulas.Limits | None:
-    """Return the limits of single pairs, or None if all pairs pass or the reducer applies to anchors."""
-    return (reduction.low, reduction.high) if reduction.selects and not reduction.per_anchor else None
 
 
 # ---------------------------------------------------------------------- a loss on tiles
@@ -130,6 +61,7 @@ class PairLoss:
         needs_both_kinds: True if PML returns zero when there are no positives or no negatives.
         has_kernels: True if ``kernels.launches`` implements its functions.
         counts_pairs_once: True if a pair counts once, however often a miner selects it.
+        of_far: The numbers of rows that ``far`` computes. The others do not depend on negatives.
         width: k.
         scale: Factor of the distances in the tiles' matrix.
         grad_in_forward: True if a tile's gradient depends only on that tile, up to a factor per sub-loss.
@@ -150,6 +82,7 @@ class PairLoss:
     counts_pairs_once: ClassVar[bool] = False
     grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
+    of_far: slice = slice(None)
     width: int = 0
     scale: float = 1.0
     factor: Tensor | None = None
@@ -207,12 +140,16 @@ class PairLoss:
     def far(
         self, tile: Tile, *, both: bool, with_grads: bool
     ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
-        """Compute ``part`` for a tile whose entries are all negatives. If ``both``, the second result has the numbers of its columns."""
+        """Compute ``part`` for a tile whose entries are all negatives, but only the numbers ``of_far``.
+
+        If ``both``, the second result has the numbers of its columns.
+        """
         raise NotImplementedError
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        """Join the numbers of the same rows over two different sets of columns."""
-        return tuple(map(torch.add, known, added))
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        """Join numbers of the same rows over other columns, all or those ``of_far``, with the known numbers, in their memory."""
+        for stored, each in zip(known, added, strict=True):
+            stored.add_(each)
 
     def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
         """Compute the numbers of positives in some columns, given all other numbers of the rows, if ``positives_last``. They are summed."""
@@ -360,8 +297,9 @@ class NTXent(SoftmaxPairLoss):
     def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return (formulas.ntxent_negatives(tile.matrix, _keys_of(tile)),), []
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        return tuple(map(torch.logaddexp, known, added))
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        for stored, each in zip(known, added, strict=True):
+            torch.logaddexp(stored, each, out=stored)
 
     def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
         return formulas.ntxent_positives(tile.matrix, _keys_of(tile), *self.row_options, *known)
@@ -410,14 +348,16 @@ class SupCon(SoftmaxPairLoss):
         none = torch.zeros_like(lse)
         return lse, torch.ones_like(lse), none, none.clone()
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
         maximum = torch.maximum(known[0], added[0])
         sums = []
         for own_maximum, sum_exp, total, number in (known, added):
             # stays finite for rows without entries
             shift = (own_maximum - maximum).clamp_min_(torch.finfo(maximum.dtype).min)
             sums.append((sum_exp * shift.exp(), total + number * shift, number))
-        return maximum, *map(torch.add, *sums)
+        known[0].copy_(maximum)
+        for stored, *each in zip(known[1:], *sums, strict=True):
+            torch.add(*each, out=stored)
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, sum_exp, positive_sum, number = numbers
@@ -441,6 +381,7 @@ class MultiSimilarity(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
+    of_far = slice(2)
     rows_of = staticmethod(formulas.multi_similarity_rows)
     grad_of = staticmethod(formulas.multi_similarity_grad)
 
@@ -463,20 +404,18 @@ class MultiSimilarity(SoftmaxPairLoss):
         return one * self._base, one, one * 0, one.clone()
 
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
-        lowest = torch.full_like(lse, torch.finfo(lse.dtype).min)
-        return lse, torch.ones_like(lse), lowest, torch.ones_like(lse)
+        return lse, torch.ones_like(lse)
 
     def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         base, ratio = self.row_options
         return formulas.multi_similarity_rows(tile.matrix, _keys_of(tile), base, ratio, with_one=False), []
 
-    def joined(self, known: formulas.Numbers, added: formulas.Numbers) -> formulas.Numbers:
-        found: list[Tensor] = []
-        for place in (0, 2):  # the largest entry and its softmax, for negatives and for positives
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        for place in range(0, len(known), 2):  # the largest entry and its softmax, for negatives and for positives
             maximum = torch.maximum(known[place], added[place])
             sums = [(each[place] - maximum).exp_().div_(each[place + 1]) for each in (known, added)]
-            found += maximum, torch.add(*sums).reciprocal_()
-        return tuple(found)
+            known[place].copy_(maximum)
+            torch.add(*sums, out=known[place + 1]).reciprocal_()
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, softmax, highest, positive_softmax = numbers
@@ -514,6 +453,7 @@ class Contrastive(PairLoss):
         self.grad_signs = (self.sign, -self.sign)
         near, far = reductions
         self.grad_options = (loss.pos_margin, loss.neg_margin), self.sign, (limits_of(near), limits_of(far))
+        self.of_far = slice(4 if self.records else 2, None)
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grads = self.run(formulas.contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
@@ -523,8 +463,7 @@ class Contrastive(PairLoss):
         self, tile: Tile, *, both: bool, with_grads: bool
     ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
         (_, margin), sign, (_, limits) = self.grad_options
-        *both_numbers, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
-        of_rows, of_columns = ((*map(torch.zeros_like, each), *each) for each in both_numbers)
+        of_rows, of_columns, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
         none = grad[:, :0]  # the tile has no positives
         return of_rows, of_columns if both else None, [none, grad] if with_grads else []
 

@@ -338,6 +338,8 @@ def contrastive_negatives(
 ) -> tuple[Numbers, Numbers, Tensor]:
     """Return the numbers of rows (T,) and of columns (C,), and how often each pair passes, for entries that are all negatives.
 
+    How often they pass is (T, C), or (T, 0) if it is known that no pair has a loss.
+
     Args:
         matrix: (T, C).
         margin: Margin of negatives.
@@ -346,11 +348,13 @@ def contrastive_negatives(
         records: Same as for ``contrastive_rows``.
     """
     losses = margin - matrix if sign > 0 else matrix - margin
-    losses = losses.clamp_min_(0)
+    losses, passes_all = losses.clamp_min_(0), limits is None
     if limits in (None, (0, None)) and not records:
         totals = losses.sum(1), losses.sum(0)
+        if not (passes_all or totals[0].any()):  # true for NaN
+            return (totals[0], totals[0]), (totals[1], totals[1]), losses[:, :0]
         passing = losses.sign_()
-        counted = passing if limits is not None else passing.new_ones(()).expand_as(passing)
+        counted = passing.new_ones(()).expand_as(passing) if passes_all else passing
         return (totals[0], counted.sum(1)), (totals[1], counted.sum(0)), passing
     above = weights = torch.ones_like(losses)
     if limits is not None:
