@@ -229,15 +229,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks side by side with their peers; their cases and ranks are the tests' own."""
+    """Run the benchmarks side by side with their peers."""
     install(session, "test")
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Check and measure on a GPU, with the packages of the interpreter that runs nox: `--part a` to `e`, `--device pretend`."""
-    session.run(sys.executable, "-m", "benchmarks", "gpu", *session.posargs)
+    """Run the suite on a GPU, with the packages of the interpreter that runs nox: `--part a`, `b`, `c`, `e`, `--device pretend`."""
+    session.run(sys.executable, "-m", "tests.gpu", *session.posargs)
 
 
 def broken_links(site: Path) -> list[str]:

@@ -26,8 +26,8 @@ from benchmarks.interleave import Fit, timed_rounds
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from benchmarks.strategy_overhead import Job, count_collectives
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 

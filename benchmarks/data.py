@@ -31,8 +31,8 @@ from benchmarks.memory import MIB, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from benchmarks.strategy_overhead import Collectives, judge, median_interval
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchSampler
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 

@@ -32,8 +32,8 @@ from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row, machine
 from benchmarks.strategy_overhead import Collectives, Embedder, Job, StepMemory, batches, judge, median_interval
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 

@@ -38,7 +38,7 @@ from benchmarks.interleave import Fit, Round, SizedBatches, timed_rounds
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from tests.lightning_ranks import make_trainer
+from benchmarks.trainers import make_trainer
 
 __all__ = ["main"]
 

@@ -30,9 +30,9 @@ from benchmarks.interleave import Fit, Round, time_in_turns, timed_rounds
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from benchmarks.strategy_overhead import Collectives, judge, median_interval
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, global_mean
-from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
+from lightning_ddp_losses.testing import CountCollectives
 
 __all__ = ["main"]
 

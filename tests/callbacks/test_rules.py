@@ -118,6 +118,7 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_sizes, {"batches": (5, 5, 4), "until_max_steps": (3.0,) * 3}, []),
     (rules.compare_sizes, {"gathers": (6, 6, 6), "last_size": (8, 3, 8)}, [("F28", ())]),
     (rules.compare_sizes, {"has_batch_norm": (1, 1, 1), "last_size": (8, 1, 8)}, [("F62", (1,))]),
+    (rules.compare_sizes, {"has_batch_norm": (1, 1, 1), "full_size": (1, 1, 1)}, []),  # batches of one row by choice
     (rules.find_shared_devices, {"identity": (5, 0, 5)}, [("F73", (0, 2))]),
     (loss_rules.compare_losses, {"is_missing": (0, 1, 0)}, [("F35", (1,))]),
     (loss_rules.compare_losses, {"keys": (1, 1, 2)}, [("F46", (2,))]),

@@ -1,4 +1,4 @@
-"""Everything that runs on an accelerator: CUDA (``python -m benchmarks gpu``), or the pretended one.
+"""Everything that runs on an accelerator: CUDA (``python -m tests.gpu``), or the pretended one.
 
 That one must be in the process before this file is imported, which imports names that it replaces.
 
