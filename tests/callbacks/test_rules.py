@@ -101,6 +101,7 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     ),  # one metric
     (rules.compare_metric_states, {"names": (1, 1, 2), "auroc.preds": (5, 3, 4)}, []),
     (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (3.0, 4.0))}, [("F59", ())]),
+    (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (0.3, 1.0))}, []),  # by chance, of four rows
     (rules.compare_batches, {"is_last": (0, 1, 0)}, [("F36", (1,))]),
     (rules.compare_batches, {"is_last": (0, 1, 0), "compares_ends": (0, 0, 0)}, []),
     (rules.compare_batches, {"is_same": (1, 0, 1)}, [("F67", (0, 2))]),
