@@ -1,7 +1,7 @@
 """Faults: seconds from what befalls a rank to the end of the last one, and from a relaunch to the first step; nothing else is compared.
 
-Three ranks of a small fit that resumes from its last checkpoint. Their groups wait four seconds for one that stalls; limit: fifteen seconds. A relaunch
-starts from a process that has torch and Lightning loaded: what Python's imports cost is not in it.
+Three ranks of a small fit that resumes from its last checkpoint. Their groups wait four seconds for one that stalls; limit: fifteen
+seconds. A relaunch starts from a process that has torch and Lightning loaded: what Python's imports cost is not in it.
 """
 
 from __future__ import annotations
