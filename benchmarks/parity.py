@@ -87,7 +87,8 @@ def uses() -> dict[str, Use]:
     rows += ["TupletMarginLoss"]
     whole = ["DynamicSoftMarginLoss", "InstanceLoss", "IntraPairVarianceLoss", "LiftedStructureLoss", "NCALoss"]
     whole += ["NPairsLoss", "PNPLoss", "SmoothAPLoss", "ThresholdConsistentMarginLoss"]
-    options = {**dict.fromkeys([*rows, *whole], {}), **with_classes, **with_options}
+    plain: dict[str, dict[str, Any]] = {name: {} for name in [*rows, *whole]}
+    options = {**plain, **with_classes, **with_options}
     found = {name: Use(partial(getattr(pml, name), **given)) for name, given in options.items()}
     # 1. options of losses
     found["MarginLoss, learnt betas"] = Use(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES))
