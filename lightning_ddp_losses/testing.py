@@ -54,7 +54,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch import Tensor
 
 from lightning_ddp_losses.audit import AuditReport, parity
@@ -544,7 +544,7 @@ class CountCollectives(torch_compat.TorchDispatchMode):  # type: ignore[no-untyp
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.num_bytes = 0
 
