@@ -52,9 +52,10 @@ def audit(session: nox.Session) -> None:
 # a test whose ranks wait for each other leaves a core to another one
 WORKERS = min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 3
 PARALLEL = ("-n", str(WORKERS), "--dist", "worksteal")
-# in turn: pytest leaves out what lies inside a folder that it has been given
-SLOW = (("-m", "slow", "tests"), ("tests/slow",))
-EVERYTHING = (("tests",), *SLOW)
+# one run of what is marked and of the folder `slow`, which is a session of its own otherwise
+OTHER_FOLDERS = " ".join(name for name in PROJECT["tool"]["pytest"]["ini_options"]["norecursedirs"] if name != "slow")
+SLOW = ("-m", "slow", "-o", f"norecursedirs={OTHER_FOLDERS}", "tests")
+EVERYTHING = (("tests",), SLOW)
 
 
 def run_tests(session: nox.Session, *arguments: str) -> None:
@@ -76,8 +77,7 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Run what takes long and rarely breaks: launchers, whole commands, the matrix of modes, the rest of long products."""
     install(session, "test")
-    for chosen in SLOW:
-        run_tests(session, *PARALLEL, *chosen)
+    run_tests(session, *PARALLEL, *SLOW)
 
 
 @nox.session
@@ -229,15 +229,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks side by side with their peers; their cases and ranks are the tests' own."""
+    """Run the benchmarks side by side with their peers."""
     install(session, "test")
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Check and measure on a GPU, with the packages of the interpreter that runs nox: `--part a` to `e`, `--device pretend`."""
-    session.run(sys.executable, "-m", "benchmarks", "gpu", *session.posargs)
+    """Run the suite on a GPU, with the packages of the interpreter that runs nox: `--part a`, `b`, `c`, `e`, `--device pretend`."""
+    session.run(sys.executable, "-m", "tests.gpu", *session.posargs)
 
 
 def broken_links(site: Path) -> list[str]:

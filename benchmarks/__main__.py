@@ -15,7 +15,7 @@ import benchmarks
 from benchmarks import records
 
 BY_NAME_ONLY = {"gpu"}  # needs a device
-HELPERS = {"__main__", "figures", "interleave", "memory", "ranks", "records"}
+HELPERS = {"__main__", "device_parts", "figures", "interleave", "memory", "ranks", "records", "runner", "trainers"}
 
 
 def names() -> list[str]:

@@ -22,7 +22,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import SyncBatchNorm
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from tests.counting import CountCollectives
+from lightning_ddp_losses.testing import CountCollectives
 
 __all__ = ["main"]
 

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from benchmarks.ranks import run_ranks
 from benchmarks.records import RESULTS, Row
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchSampler, SyncBatchNorm
 from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule
 from lightning_ddp_losses.demo.data import as_fetched
 from lightning_ddp_losses.demo.evaluation import retrieval_metrics
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 

@@ -9,7 +9,6 @@ every parameter after every step and compares.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 from benchmarks.interleave import Fit, timed_rounds
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
+from benchmarks.runner import parser_of, run_parts
 from benchmarks.strategy_overhead import Job, count_collectives
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 
@@ -215,10 +215,13 @@ def _count(strategy: str, job: Job) -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] = ()) -> list[Row]:
-    """Count, then time the sizes that are asked for."""
-    parser = argparse.ArgumentParser("checks_cost", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="*", choices=[size.title for size in SIZES], help="which models to time")
-    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of timed rounds")
+    """Run the parts that are asked for; all without options."""
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "collectives": collectives_table,
+        "time": lambda: time_table(sizes, options.rounds),
+    }
+    parser = parser_of("checks_cost", __doc__, parts)
+    parser.add_argument("--sizes", nargs="+", choices=[size.title for size in SIZES], help="which models to time")
     options = parser.parse_args(arguments)
     sizes = [size for size in SIZES if options.sizes is None or size.title in options.sizes]
-    return [*collectives_table(), *time_table(sizes, options.rounds)]
+    return run_parts(parts, options.only)

@@ -30,9 +30,10 @@ from benchmarks.interleave import time_in_turns
 from benchmarks.memory import MIB, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import Collectives, judge, median_interval
+from benchmarks.runner import judge, median_interval
+from benchmarks.strategy_overhead import Collectives
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchSampler
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 

@@ -28,7 +28,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from benchmarks.self_supervised import plain_barlow_twins, plain_vicreg
 from lightning_ddp_losses import GlobalBatchLoss, global_rows
-from tests.counting import CountCollectives
+from lightning_ddp_losses.testing import CountCollectives
 
 __all__ = ["main"]
 

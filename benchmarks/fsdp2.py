@@ -11,11 +11,9 @@ Memory is the resident set of fresh processes above the module's own, between st
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import ctypes
 import gc
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +29,10 @@ from benchmarks.interleave import Fit, Round, SizedBatches, timed_rounds
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row, machine
-from benchmarks.strategy_overhead import Collectives, Embedder, Job, StepMemory, batches, judge, median_interval
+from benchmarks.runner import Turns, listed, parser_of, run_parts, take_turns
+from benchmarks.strategy_overhead import Collectives, Embedder, Job, StepMemory, batches
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
-from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 
@@ -114,8 +113,8 @@ def collectives_table(worlds: Sequence[int]) -> list[Row]:
             {
                 "table": "Collectives per training step",
                 "ranks": world,
-                "plain": ", ".join(f"{count:g} {key.strip('_')}" for key, count in sorted(theirs.items())),
-                "more": ", ".join(f"{count:g} {key.strip('_')}" for key, count in sorted(more.items())),
+                "plain": listed(theirs),
+                "more": listed(more),
                 "spared_broadcasts": spared,
                 "verdict": "right" if allowed else "WRONG",
             }
@@ -214,13 +213,7 @@ def time_side_by_side(target_ms: float, rounds: int) -> tuple[list[Round], int]:
     per_row = max((typical[1] - typical[0]) / (many - few), 1e-3)
     job = Job("arcface", max(4, min(20_000, round(few + (target_ms - typical[0]) / per_row))))
     fits = [_fit(name, job) for name in FITS]
-    for fit in fits:
-        fit.step()  # set-up, until it asks for its first batch
-    timed_rounds(fits, 5)
-    gc.collect()
-    gc.disable()  # a collection would hit one of the three
-    table = timed_rounds(fits, rounds, seconds=CASE_SECONDS)
-    gc.enable()
+    table = take_turns(fits, rounds, CASE_SECONDS, warm_up=5)
     for fit in fits:
         fit.end()
     return table, job.rows
@@ -235,34 +228,29 @@ def time_table(worlds: Sequence[int], rounds: float) -> list[Row]:
         longer = [(100.0 * shared_by, 80, 1.03)] if shared_by > 1 else []
         for target_ms, number, limit in ((10.0, 300, 1.15), (100.0, 80, 1.03), *longer):
             answers = run_ranks(time_side_by_side, target_ms, max(8, round(number * rounds)), world_size=world)
-            both = list(zip(*(answer[0] for answer in answers), strict=True))
-            # a step takes as long as its slowest rank
-            plain, again, ours, by_hand = ([max(r.wall_ms[i] for r in ranks) for ranks in both] for i in range(4))
-            # and as much processor time as all of them do: what a busy machine adds to the wall time is not in it
-            work = [statistics.median(statistics.mean(r.cpu_ms[i] for r in ranks) for ranks in both) for i in range(4)]
-            middle = statistics.median(plain)
-            low, difference, high = median_interval([b - a for a, b in zip(plain, ours, strict=True)])
-            over_by_hand = median_interval([b - a for a, b in zip(by_hand, ours, strict=True)])[1]
+            turns = Turns([answer[0] for answer in answers])
+            middle, work = turns.median_ms(0), turns.cpu_ms
+            low, difference, high = turns.differences(2)
             rows.append(
                 {
                     "table": "Milliseconds per training step, slowest rank (A/A: Lightning's again over Lightning's)",
                     "ranks": world,
                     "rows": answers[0][1],
                     "plain_ms": middle,
-                    "ours_ms": statistics.median(ours),
-                    "ratio": statistics.median(ours) / middle,
-                    "A/A": statistics.median(again) / middle,
+                    "ours_ms": turns.median_ms(2),
+                    "ratio": turns.median_ms(2) / middle,
+                    "A/A": turns.median_ms(1) / middle,
                     "difference_ms": difference,
                     "95%_interval": [low, high],
-                    "by_hand_ms": statistics.median(by_hand),
-                    "difference_from_by_hand_ms": over_by_hand,
+                    "by_hand_ms": turns.median_ms(3),
+                    "difference_from_by_hand_ms": turns.differences(2, 3)[1],
                     "cpu_ms": work[0],
                     "cpu_A/A": work[1] / work[0],
                     "cpu_ours_ms": work[2],
                     "cpu_by_hand_ms": work[3],
                     "limit": limit,
-                    "rounds": len(both),
-                    "verdict": judge(middle, low, difference, limit),
+                    "rounds": turns.number,
+                    "verdict": turns.verdict(2, limit),
                 }
             )
     return rows
@@ -311,16 +299,14 @@ def memory_table(worlds: Sequence[int], width: int) -> list[Row]:
 
 def main(arguments: Sequence[str] = ()) -> list[Row]:
     """Run the parts that are asked for; all without options."""
-    parser = argparse.ArgumentParser("fsdp2", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["collectives", "calls", "time", "memory"], help="parts to run")
-    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of timed rounds")
-    parser.add_argument("--ranks", nargs="+", type=int, default=WORLDS, help="numbers of ranks")
-    parser.add_argument("--width", type=int, default=4096, help="of the encoder whose memory is measured")
-    options = parser.parse_args(arguments)
     parts: dict[str, Callable[[], list[Row]]] = {
         "collectives": lambda: collectives_table(options.ranks),
         "calls": lambda: calls_table(options.ranks),
         "time": lambda: time_table(options.ranks, options.rounds),
         "memory": lambda: memory_table(options.ranks, options.width),
     }
-    return [row for name, part in parts.items() if name in (options.only or parts) for row in part()]
+    parser = parser_of("fsdp2", __doc__, parts)
+    parser.add_argument("--ranks", nargs="+", type=int, default=WORLDS, help="numbers of ranks")
+    parser.add_argument("--width", type=int, default=4096, help="of the encoder whose memory is measured")
+    options = parser.parse_args(arguments)
+    return run_parts(parts, options.only)

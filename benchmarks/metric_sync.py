@@ -30,7 +30,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import differentiable, synced
 from lightning_ddp_losses.core.inputs import tensors_in
-from tests.counting import CountCollectives
+from lightning_ddp_losses.testing import CountCollectives
 
 __all__ = ["main"]
 

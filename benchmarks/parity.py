@@ -1,9 +1,9 @@
 """Gradients of documented uses against one process, float64: `GlobalBatchLoss` beside PML's own `DistributedLossWrapper`.
 
-The uses are the tests' own table (``tests/losses``): every loss of pytorch-metric-learning (PML), its reducers,
-regularisers, distances, two views, miners, memory. For each, all ranks run on slices of ONE global batch, and the mean
-over ranks of each gradient (what DDP leaves) is compared with the loss itself on the whole batch in one process: *exact* is
-1e-8 relative for every parameter, *wrong scale* has the right direction, *wrong direction* has not.
+The uses are the losses of pytorch-metric-learning (PML), and its reducers, miners, distances, regularisers and two views on some of
+them. For each, all ranks run on slices of ONE global batch, and the mean over ranks of each gradient (what DDP leaves) is compared with
+the loss itself on the whole batch in one process: *exact* is 1e-8 relative for every parameter, *wrong scale* has the right direction,
+*wrong direction* has not.
 
 PML's wrapper is given what it asks for: two views get labels that are unique over the ranks, miners are its own
 ``DistributedMinerWrapper``, and random losses the same seed on every rank; a loss or miner that draws is counted apart where it
@@ -16,98 +16,224 @@ import argparse
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.records import Row
-from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankFailure, RankPool
-from tests.losses.cases import PML
-from tests.losses.harness import (
-    SEED,
-    SPLITS,
-    Arguments,
-    Case,
-    Net,
-    Rows,
-    alone,
-    fresh,
-    on_ranks,
-    own_rows,
-)
-from tests.losses.test_reducers import SUMS, reduced, supported
-from tests.losses.variants import MINERS, VARIANTS
-from tests.oracle import graded, joined
 
 __all__ = ["main"]
 
 EXACT = 1e-8
+ROWS, FEATURES, DIM, CLASSES, SEED = 24, 5, 4, 4, 7
+SPLITS = {2: {"even": [12, 12], "uneven": [9, 15]}, 3: {"even": [8, 8, 8], "uneven": [5, 12, 7]}}
 SPLIT_NAMES = ("even", "uneven")
-NOT_THEIRS = (
-    "a user's loss",
-    "tuples of",
-    "mined references",
-    "with its classes",
-)  # losses and tuples that their wrapper does not take
-RANDOM_MINERS = ("DistanceWeightedMiner", "UniformHistogramMiner")
+
+# ---------------------------------------------------------------------- uses
 
 
-def uses() -> dict[str, Case]:
-    """Everything but tuples that are local to a rank, which their wrapper does not claim to take."""
-    own = {n: c for n, c in VARIANTS.items() if not n.endswith(", local") and not any(part in n for part in NOT_THEIRS)}
-    some = [
-        name for name in SUMS if name in ("ArcFaceLoss", "ContrastiveLoss", "MultiSimilarityLoss", "TripletMarginLoss")
+@dataclass(frozen=True)
+class Use:
+    """One loss and how it is called.
+
+    Attributes:
+        make: Makes the loss.
+        miner: Makes a miner whose tuples the loss gets. None without one.
+        has_views: Whether it compares two views of each row, without labels.
+        draws: Whether the loss draws random numbers.
+        miner_draws: Whether the miner does.
+    """
+
+    make: Callable[[], nn.Module]
+    miner: Callable[[], Any] | None = None
+    has_views: bool = False
+    draws: bool = False
+    miner_draws: bool = False
+
+
+def uses() -> dict[str, Use]:
+    """Return all uses by name."""
+    classes = {"num_classes": CLASSES, "embedding_size": DIM}
+    with_classes: dict[str, dict[str, Any]] = {
+        **dict.fromkeys(("ArcFaceLoss", "CosFaceLoss", "LargeMarginSoftmaxLoss", "NormalizedSoftmaxLoss"), classes),
+        **dict.fromkeys(("ProxyAnchorLoss", "ProxyNCALoss", "SoftTripleLoss", "SphereFaceLoss"), classes),
+        "SubCenterArcFaceLoss": classes,
+        "P2SGradLoss": {"descriptors_dim": DIM, "num_classes": CLASSES},
+    }
+    with_options: dict[str, dict[str, Any]] = {
+        "FastAPLoss": {"num_bins": 5},
+        "HistogramLoss": {"n_bins": 10},
+        "RankedListLoss": {"margin": 1, "Tn": 1},
+    }
+    rows = [
+        "AngularLoss",
+        "CircleLoss",
+        "ContrastiveLoss",
+        "GeneralizedLiftedStructureLoss",
+        "MarginLoss",
+        "NTXentLoss",
     ]
-    reducing = {f"{loss}, {r}": reduced(loss, r) for loss in some for r in supported(loss)}
-    plain = {n: c for n, c in PML.items() if not any(part in n for part in NOT_THEIRS)}
-    return {**plain, **own, **reducing}
+    rows += ["MultiSimilarityLoss", "SignalToNoiseRatioContrastiveLoss", "SupConLoss", "TripletMarginLoss"]
+    rows += ["TupletMarginLoss"]
+    whole = ["DynamicSoftMarginLoss", "InstanceLoss", "IntraPairVarianceLoss", "LiftedStructureLoss", "NCALoss"]
+    whole += ["NPairsLoss", "PNPLoss", "SmoothAPLoss", "ThresholdConsistentMarginLoss"]
+    plain: dict[str, dict[str, Any]] = {name: {} for name in [*rows, *whole]}
+    options = {**plain, **with_classes, **with_options}
+    found = {name: Use(partial(getattr(pml, name), **given)) for name, given in options.items()}
+    # 1. options of losses
+    found["MarginLoss, learnt betas"] = Use(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES))
+    found["TripletMarginLoss, swap"] = Use(partial(pml.TripletMarginLoss, swap=True))
+    found["TripletMarginLoss, smooth"] = Use(partial(pml.TripletMarginLoss, smooth_loss=True))
+    for name in ("MarginLoss", "TripletMarginLoss"):
+        few = partial(getattr(pml, name), triplets_per_anchor=2)
+        found[f"{name}, 2 triplets per anchor"] = Use(few, draws=True)
+    found["CrossBatchMemory"] = Use(partial(_memory, 30))
+    # 2. reducers, distances, regularisers
+    some = ("ArcFaceLoss", "ContrastiveLoss", "MultiSimilarityLoss", "TripletMarginLoss")
+    kinds: list[Callable[[], Any]] = [reducers.MeanReducer, reducers.AvgNonZeroReducer]
+    kinds += [
+        partial(reducers.ThresholdReducer, low=0.05),
+        partial(reducers.ClassWeightedReducer, torch.arange(1.0, 5.0)),
+    ]
+    for name in some:
+        for kind in kinds:
+            title = getattr(kind, "func", kind).__name__
+            found[f"{name}, {title}"] = Use(partial(_with, name, options[name], reducer=kind))
+    for name in ("ContrastiveLoss", "NTXentLoss", "TripletMarginLoss"):
+        for kind in (distances.CosineSimilarity, distances.LpDistance, distances.SNRDistance):
+            found[f"{name}, {kind.__name__}"] = Use(partial(_with, name, {}, distance=kind))
+    for kind in (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer, regularizers.CenterInvariantRegularizer):
+        where = "weight" if kind is regularizers.CenterInvariantRegularizer else "embedding"
+        make = partial(_with, "ArcFaceLoss", classes, **{f"{where}_regularizer": kind})
+        found[f"ArcFaceLoss, {kind.__name__}"] = Use(make)
+    # 3. miners, two views
+    mining = ["AngularMiner", "BatchEasyHardMiner", "BatchHardMiner", "DistanceWeightedMiner", "HDCMiner"]
+    mining += ["MultiSimilarityMiner", "PairMarginMiner", "TripletMarginMiner"]
+    for name in mining:
+        for loss in (pml.ContrastiveLoss, pml.TripletMarginLoss, pml.MultiSimilarityLoss):
+            draws = name == "DistanceWeightedMiner"
+            found[f"{name} for {loss.__name__}"] = Use(loss, getattr(miners, name), miner_draws=draws)
+    for name in rows:
+        found[f"{name}, two views"] = Use(getattr(pml, name), has_views=True)
+    return found
+
+
+def _with(name: str, options: Mapping[str, Any], **parts: Callable[[], Any]) -> nn.Module:
+    loss: nn.Module = getattr(pml, name)(**options, **{part: make() for part, make in parts.items()})
+    return loss
+
+
+def _memory(size: int) -> nn.Module:
+    return pml.CrossBatchMemory(pml.ContrastiveLoss(), DIM, memory_size=size)  # type: ignore[no-any-return]
 
 
 USES = uses()
 
+# ---------------------------------------------------------------------- one process, ours, theirs
 
-def measure_ours(name: str, split: str) -> dict[str, dict[str, Tensor]]:
-    """On a rank: value and gradients in each exact mode."""
-    case, sizes = USES[name], SPLITS[dist.get_world_size()][split]
-    modes = GlobalBatchLoss(case.make(), **case.options).exact_modes()
-    return {mode: on_ranks(case, sizes, mode) for mode in modes}
+Found = dict[str, Tensor]
 
 
-def measure_theirs(name: str, split: str) -> dict[str, Tensor]:
-    """On a rank: value and gradients under PML's wrapper."""
-    case, sizes = USES[name], SPLITS[dist.get_world_size()][split]
-    net, loss = fresh(case)
+def _encoder_and_loss(use: Use) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(1)
+    encoder = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, DIM))
+    return encoder.double(), use.make().double()
+
+
+def _rows(sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return features, a second view and labels of the global batch, or of this rank's slice, and where it begins."""
+    generator = torch.Generator().manual_seed(11)
+    features, views = torch.randn(2, ROWS, FEATURES, generator=generator, dtype=torch.float64).unbind()
+    labels = (torch.arange(ROWS) % CLASSES)[torch.randperm(ROWS, generator=generator)]
+    start, stop = 0, ROWS
+    if sizes is not None:
+        start = sum(sizes[: dist.get_rank()])
+        stop = start + sizes[dist.get_rank()]
+    return features[start:stop], views[start:stop], labels[start:stop], start
+
+
+def _graded(value: Tensor, encoder: nn.Module, loss: nn.Module) -> Found:
+    value.backward()
+    parameters = nn.ModuleDict({"encoder": encoder, "loss": loss}).named_parameters()
+    return {"value": value.detach()} | {name: p.grad for name, p in parameters if p.grad is not None}
+
+
+def _unique_views(encoder: nn.Module, sizes: Sequence[int] | None) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Return two views with one label for each row of the global batch."""
+    features, views, _, start = _rows(sizes)
+    labels = torch.arange(start, start + len(features))
+    return (encoder(features), labels), {"ref_emb": encoder(views), "ref_labels": labels.clone()}
+
+
+def alone(use: Use) -> Found:
+    """Return value and gradients in one process. A loss that draws is ours in a world of one."""
+    encoder, loss = _encoder_and_loss(use)
+    features, _, labels, _ = _rows()
+    torch.manual_seed(SEED)
+    if use.has_views:
+        given, named = _unique_views(encoder, None)
+        return _graded(loss(*given, **named), encoder, loss)
+    rows = encoder(features)
+    judged = GlobalBatchLoss(loss) if use.draws else loss
+    tuples = []
+    if use.miner is not None:
+        tuples.append(GlobalBatchMiner(use.miner())(rows, labels))
+    return _graded(judged(rows, labels, *tuples), encoder, loss)
+
+
+def measure_ours(name: str, split: str) -> dict[str, Found]:
+    """Return value and gradients of this rank in each exact mode."""
+    use, sizes = USES[name], SPLITS[dist.get_world_size()][split]
+    found = {}
+    for mode in GlobalBatchLoss(use.make()).exact_modes():
+        encoder, loss = _encoder_and_loss(use)
+        wrapped = GlobalBatchLoss(loss, mode=mode)
+        features, views, labels, _ = _rows(sizes)
+        torch.manual_seed(SEED + dist.get_rank())
+        rows = encoder(features)
+        tuples = []
+        if use.miner is not None:
+            torch.manual_seed(SEED)
+            tuples.append(GlobalBatchMiner(use.miner())(rows, labels))
+        value = wrapped(rows, ref_emb=encoder(views)) if use.has_views else wrapped(rows, labels, *tuples)
+        found[mode] = _graded(value, encoder, loss)
+    return found
+
+
+def measure_theirs(name: str, split: str) -> Found:
+    """Return gradients of this rank under PML's wrapper."""
+    use, sizes = USES[name], SPLITS[dist.get_world_size()][split]
+    encoder, loss = _encoder_and_loss(use)
     wrapped = DistributedLossWrapper(loss)
     torch.manual_seed(SEED)
-    args, kwargs = theirs(name, case, sizes)(net, own_rows(sizes, dist.get_rank()))
+    if use.has_views:
+        given, named = _unique_views(encoder, sizes)
+        value = wrapped(*given, **named)
+    else:
+        features, _, labels, _ = _rows(sizes)
+        rows, tuples = encoder(features), []
+        if use.miner is not None:
+            tuples.append(DistributedMinerWrapper(use.miner())(rows, labels))
+        value = wrapped(rows, labels, *tuples)
     # each rank returns W times its loss; only gradients are judged
-    return graded(wrapped(*args, **kwargs), net=net, loss=loss) | {"value": torch.zeros(())}
+    return _graded(value, encoder, loss) | {"value": torch.zeros(())}
 
 
-def theirs(name: str, case: Case, sizes: list[int]) -> Any:
-    """How their wrapper is to be called."""
-    miner = name.partition(" for ")[0]
-    if miner in MINERS:
-        return partial(_their_miner, miner)
-    return partial(_their_views, sizes) if name.endswith(", two views") else case.give
-
-
-def _their_miner(miner: str, net: Net, rows: Rows) -> Arguments:
-    embeddings, labels = net(rows["features"]), rows["labels"]
-    return (embeddings, labels, DistributedMinerWrapper(MINERS[miner]())(embeddings, labels)), {}
-
-
-def _their_views(sizes: list[int], net: Net, rows: Rows) -> Arguments:
-    start = sum(sizes[: dist.get_rank()])
-    labels = torch.arange(start, start + rows["features"].shape[0])
-    return (net(rows["features"]), labels), {"ref_emb": net(rows["views"]), "ref_labels": labels.clone()}
+def joined(ranks: Sequence[Found]) -> Found:
+    """Return the means over ranks. Values must be equal, and gradients of the same parameters."""
+    assert len({float(rank["value"]) for rank in ranks}) == 1, "ranks return different values"
+    assert all(rank.keys() == ranks[0].keys() for rank in ranks), "gradients on some ranks only"
+    return {name: torch.stack([rank[name] for rank in ranks]).mean(0) for name in ranks[0]}
 
 
 def judge(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> str:
@@ -174,14 +300,14 @@ def main(arguments: list[str]) -> list[Row]:
         warnings.simplefilter("ignore")
         for world in options.world_size:
             for split in SPLIT_NAMES:
-                columns = verdicts[("ours", split, world)], verdicts[("PML", split, world)] = {}, {}
+                columns: tuple[dict[str, str], dict[str, str]] = ({}, {})
+                verdicts["ours", split, world], verdicts["PML", split, world] = columns
                 for name, case in chosen.items():
-                    truth = alone(case, SPLITS[world][split])
+                    truth = alone(case)
                     columns[0][name] = _ours(ours, world, name, split, truth)
-                    plain = alone(replace(case, random=False), SPLITS[world][split]) if case.random else truth
+                    plain = alone(replace(case, draws=False)) if case.draws else truth
                     found = _theirs(peer, world, name, split, plain)
-                    draws = case.random or name.startswith(RANDOM_MINERS)
-                    if draws and _kind(found) in ("scale", "direction"):
+                    if (case.draws or case.miner_draws) and _kind(found) in ("scale", "direction"):
                         found = f"random by nature, {found}"
                     columns[1][name] = found
     ours.close()
@@ -212,9 +338,9 @@ def _summary(verdicts: Mapping[tuple[str, str, int], Mapping[str, str]]) -> list
     return rows
 
 
-def _details(chosen: Mapping[str, Case], verdicts: Mapping[tuple[str, str, int], Mapping[str, str]]) -> list[Row]:
+def _details(chosen: Mapping[str, Use], verdicts: Mapping[tuple[str, str, int], Mapping[str, str]]) -> list[Row]:
     return [
-        {"table": "Case by case", "case": name, "mode": GlobalBatchLoss(case.make(), **case.options).exact_modes()[0]}
+        {"table": "Case by case", "case": name, "mode": GlobalBatchLoss(case.make()).exact_modes()[0]}
         | {f"{who}_{split}_{world}": found[name] for (who, split, world), found in verdicts.items()}
         for name, case in chosen.items()
     ]

@@ -12,7 +12,6 @@ A second table has the processor time of one handshake, beside the same gather w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -36,6 +35,7 @@ from benchmarks.large import Wire
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
+from benchmarks.runner import parser_of, run_parts
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.distributed import process_groups, raw_collectives
 from lightning_ddp_losses.distributed.handshake import HANDSHAKE_BYTES, all_gather, inline_capacity
@@ -244,7 +244,7 @@ def one_by_one(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [peer_payload for *_, peer_payload in received]
 
 
-def handshake_times() -> list[Row]:
+def handshake_times(factor: float) -> list[Row]:
     """Processor time of a handshake on rank 0 of pretended groups, in turns with what it is compared with."""
     rows = []
     for world in HANDSHAKE_WORLDS:
@@ -256,11 +256,11 @@ def handshake_times() -> list[Row]:
                 ours = all_gather(OPERATION, MUST_MATCH, payload)
                 if ours != one_by_one(payload, group) or ours != [payload] * world:
                     raise RuntimeError("the two handshakes return different payloads")
-                rows.append(handshake_row(world, payload, group))
+                rows.append(handshake_row(world, payload, group, max(8, round(ROUNDS * factor))))
     return rows
 
 
-def handshake_row(world: int, payload: bytes, group: dist.ProcessGroup) -> Row:
+def handshake_row(world: int, payload: bytes, group: dist.ProcessGroup, rounds: int) -> Row:
     """Medians of one payload. A/A is our own handshake against itself."""
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: all_gather(OPERATION, MUST_MATCH, payload),
@@ -269,7 +269,7 @@ def handshake_row(world: int, payload: bytes, group: dist.ProcessGroup) -> Row:
         "ours again": lambda: all_gather(OPERATION, MUST_MATCH, payload),
     }
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(WARM_UP + ROUNDS):
+    for _ in range(WARM_UP + rounds):
         for name, run in contestants.items():
             started = time.process_time()
             run()
@@ -325,12 +325,12 @@ def counted(modes: list[str], largest: int) -> list[Row]:
 
 def main(arguments: list[str]) -> list[Row]:
     """Rows by mode and number of ranks, and those of the handshake."""
-    parser = argparse.ArgumentParser("scaling", description=__doc__)
-    parser.add_argument("--only", default="", help="modes whose name contains this; 'handshake': its time")
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "modes": lambda: counted([mode for mode in MODES if options.mode in mode], options.largest),
+        "handshake": lambda: run_ranks(handshake_times, options.rounds, world_size=1)[0],
+    }
+    parser = parser_of("scaling", __doc__, parts)
+    parser.add_argument("--mode", default="", help="modes whose name contains this")
     parser.add_argument("--largest", type=int, default=4096, help="number of pretended ranks at most")
     options = parser.parse_args(arguments)
-    modes = [mode for mode in MODES if options.only in mode]
-    rows = counted(modes, options.largest) if modes else []
-    if options.only in ("", "handshake"):
-        rows += run_ranks(handshake_times, world_size=1)[0]
-    return rows
+    return run_parts(parts, options.only)

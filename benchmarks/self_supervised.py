@@ -23,7 +23,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import ssl
 from lightning_ddp_losses.collectives import all_gather_with_grad
-from tests.counting import CountCollectives
+from lightning_ddp_losses.testing import CountCollectives
 
 __all__ = ["main"]
 

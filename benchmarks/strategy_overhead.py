@@ -16,11 +16,8 @@ Memory is the resident set, sampled every half millisecond, in fresh processes f
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +35,8 @@ from benchmarks.interleave import Fit, Round, SizedBatches, timed_rounds
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from tests.lightning_ranks import make_trainer
+from benchmarks.runner import Turns, calm, largest_difference, listed, parser_of, run_parts, take_turns
+from benchmarks.trainers import make_trainer
 
 __all__ = ["main"]
 
@@ -176,8 +174,8 @@ def collectives_table() -> list[Row]:
             {
                 "table": "Collectives per training step",
                 "module": title,
-                "plain": f"{theirs.replace('_parameters_true', '')}: {_listed(plain)}",
-                "ddp_losses": _listed(ours),
+                "plain": f"{theirs.replace('_parameters_true', '')}: {listed(plain)}",
+                "ddp_losses": listed(ours),
                 "more_reductions": reductions,
                 "allowed": allowed,
                 "more_handshakes": handshakes,
@@ -190,10 +188,6 @@ def collectives_table() -> list[Row]:
     return rows
 
 
-def _listed(names: dict[str, float]) -> str:
-    return ", ".join(f"{count:g} {name.strip('_')}" for name, count in sorted(names.items()))
-
-
 # ---------------------------------------------------------------------- time
 
 
@@ -204,17 +198,15 @@ def time_side_by_side(theirs: str, job: Job, rounds: int, warm_up: int = 5) -> t
         module = Embedder(job)
         modules.append(module)
         fits.append(_fit(strategy, module, batch))
-    for fit in fits:
-        fit.step()  # set-up, until it asks for its first batch
-    timed_rounds(fits, warm_up)
-    before = _largest_difference(modules)
-    if before > EQUAL:
-        raise RuntimeError(f"{theirs} and {OURS} differ by {before:.1e} after {warm_up} steps")
-    gc.collect()
-    gc.disable()  # a collection would hit one of the three
-    table = timed_rounds(fits, rounds, seconds=CASE_SECONDS)
-    gc.enable()
-    after = _largest_difference(modules)
+    theirs_model, _, our_model = modules
+
+    def check() -> None:
+        off = largest_difference(theirs_model, our_model)
+        if off > EQUAL:
+            raise RuntimeError(f"{theirs} and {OURS} differ by {off:.1e} after {warm_up} steps")
+
+    table = take_turns(fits, rounds, CASE_SECONDS, warm_up=warm_up, check=check)
+    after = largest_difference(theirs_model, our_model)
     for fit in fits:
         fit.end()
     return table, after, job.rows
@@ -225,14 +217,6 @@ def _fit(strategy: str, module: Embedder, batch: Callable[[int], Any]) -> Fit:
         make_trainer(strategy, callbacks=[given]).fit(module, given)
 
     return Fit(start, batch, sized=True)
-
-
-def _largest_difference(modules: Sequence[Embedder]) -> float:
-    theirs, _, ours = (dict(module.named_parameters()) for module in modules)
-    return max(
-        float((theirs[name].detach() - ours[name].detach()).abs().max() / theirs[name].detach().abs().max())
-        for name in theirs
-    )
 
 
 def time_job(theirs: str, job: Job, target_ms: float | None, rounds: int) -> tuple[list[Round], float, int]:
@@ -269,14 +253,10 @@ def time_table(rounds: float) -> list[Row]:
     rows = []
     for title, theirs, job, target_ms, number, limit in cases:
         answers = run_ranks(time_job, theirs, job, target_ms, max(8, round(number * rounds)))
-        both = list(zip(*(answer[0] for answer in answers), strict=True))
-        # a step takes as long as its slowest rank, and as much work as all of them do
-        plain, again, ours = ([max(r.wall_ms[i] for r in ranks) for ranks in both] for i in range(3))
-        work = [statistics.median(statistics.mean(r.cpu_ms[i] for r in ranks) for ranks in both) for i in range(3)]
-        middle = statistics.median(plain)
-        ratio, same = statistics.median(ours) / middle, statistics.median(again) / middle
-        calm, calm_same = (_calm(values) / _calm(plain) for values in (ours, again))
-        low, difference, high = median_interval([b - a for a, b in zip(plain, ours, strict=True)])
+        turns = Turns([answer[0] for answer in answers])
+        plain, again, ours = turns.wall_ms
+        middle, work = turns.median_ms(0), turns.cpu_ms
+        low, difference, high = turns.differences(2)
         rows.append(
             {
                 "table": table,
@@ -284,43 +264,24 @@ def time_table(rounds: float) -> list[Row]:
                 "plain": theirs.replace("_parameters_true", ""),
                 "rows": answers[0][2],
                 "plain_ms": middle,
-                "ours_ms": statistics.median(ours),
-                "ratio": ratio,
-                "A/A": same,
+                "ours_ms": turns.median_ms(2),
+                "ratio": turns.median_ms(2) / middle,
+                "A/A": turns.median_ms(1) / middle,
                 "difference_ms": difference,
                 "95%_interval": [low, high],
                 "paired_ratio": 1 + difference / middle,
-                "calm_ratio": calm,
-                "calm_A/A": calm_same,
+                "calm_ratio": calm(ours) / calm(plain),
+                "calm_A/A": calm(again) / calm(plain),
                 "cpu_ratio": work[2] / work[0],
                 "cpu_A/A": work[1] / work[0],
                 "cpu_difference_ms": work[2] - work[0],
                 "limit": limit,
-                "rounds": len(both),
+                "rounds": turns.number,
                 "parameters_differ_by": max(a[1] for a in answers),
-                "verdict": judge(middle, low, difference, limit),
+                "verdict": turns.verdict(2, limit),
             }
         )
     return rows
-
-
-def _calm(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 10]
-
-
-def judge(plain_ms: float, low_ms: float, difference_ms: float, limit: float) -> str:
-    """By the paired differences; what the interval does not decide is left open."""
-    if 1 + difference_ms / plain_ms <= limit:
-        return "met"
-    return "missed" if 1 + low_ms / plain_ms > limit else "open"
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median between the order statistics that hold it with 95% probability."""
-    ordered, n = sorted(values), len(values)
-    reach = 0.98 * math.sqrt(n)
-    low, high = max(0, math.floor(n / 2 - reach)), min(n - 1, math.ceil(n / 2 + reach))
-    return ordered[low], statistics.median(ordered), ordered[high]
 
 
 # ---------------------------------------------------------------------- memory
@@ -404,13 +365,10 @@ def memory_table() -> list[Row]:
 
 def main(arguments: Sequence[str] = ()) -> list[Row]:
     """Run the parts that are asked for; all without options."""
-    parser = argparse.ArgumentParser("strategy_overhead", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["collectives", "time", "memory"], help="parts to run")
-    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of timed rounds")
-    options = parser.parse_args(arguments)
     parts: dict[str, Callable[[], list[Row]]] = {
         "collectives": collectives_table,
         "time": lambda: time_table(options.rounds),
         "memory": memory_table,
     }
-    return [row for name, part in parts.items() if name in (options.only or parts) for row in part()]
+    options = parser_of("strategy_overhead", __doc__, parts).parse_args(arguments)
+    return run_parts(parts, options.only)

@@ -14,8 +14,6 @@ compares the fastest tenth of each. (It waits for the peers awake at first, whic
 
 from __future__ import annotations
 
-import argparse
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,10 +27,11 @@ from torch import Tensor, nn
 from benchmarks.interleave import Fit, Round, time_in_turns, timed_rounds
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import Collectives, judge, median_interval
+from benchmarks.runner import calm, judge, largest_difference, listed, median_interval, parser_of, run_parts, take_turns
+from benchmarks.strategy_overhead import Collectives
+from benchmarks.trainers import make_trainer
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, global_mean
-from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
+from lightning_ddp_losses.testing import CountCollectives
 
 __all__ = ["main"]
 
@@ -130,17 +129,13 @@ def collectives_table() -> list[Row]:
         {
             "table": f"Collectives per optimizer step, {MICRO_BATCHES} micro-batches",
             "loss": "GlobalBatchLoss(CrossEntropyLoss)",
-            "mean": _listed(plain),
-            "window": _listed(window),
+            "mean": listed(plain),
+            "window": listed(window),
             "more": more,
             "allowed": 1,
             "verdict": "right" if more <= 1 else "WRONG",
         }
     ]
-
-
-def _listed(names: dict[str, float]) -> str:
-    return ", ".join(f"{count:g} {name.strip('_')}" for name, count in sorted(names.items()))
 
 
 # ---------------------------------------------------------------------- time of windows
@@ -153,19 +148,18 @@ def time_windows(size: Size, even: bool, windows: int) -> tuple[list[Round], flo
         module = Perceptron(size)
         modules.append(module)
         fits.append(Fit(_starter(accumulation, module), batch))
-    for each in fits:
-        each.step()  # set-up, until it asks for its first batch
-    timed_rounds(fits, 2 * MICRO_BATCHES)
-    if even and _largest_difference(modules) > EQUAL:
-        raise RuntimeError(f"mean and window differ by {_largest_difference(modules):.1e} with equal counts")
-    gc.collect()
-    gc.disable()  # a collection would hit one of the three
-    table = timed_rounds(fits, windows * MICRO_BATCHES, seconds=size.seconds)
-    gc.enable()
+    mean, _, window = modules
+
+    def check() -> None:
+        off = largest_difference(mean, window)
+        if even and off > EQUAL:
+            raise RuntimeError(f"mean and window differ by {off:.1e} with equal counts")
+
+    table = take_turns(fits, windows * MICRO_BATCHES, size.seconds, warm_up=2 * MICRO_BATCHES, check=check)
     # where time ran out inside a window: to its end, untimed
     for _ in range(-len(table) % MICRO_BATCHES):
         timed_rounds(fits, 1)
-    after = _largest_difference(modules)
+    after = largest_difference(mean, window)
     for each in fits:
         each.end()
     return table, after
@@ -173,11 +167,6 @@ def time_windows(size: Size, even: bool, windows: int) -> tuple[list[Round], flo
 
 def _starter(accumulation: str, module: Perceptron) -> Callable[[Iterator[Any]], object]:
     return lambda given: fit(accumulation, module, given)
-
-
-def _largest_difference(modules: Sequence[Perceptron]) -> float:
-    mean, _, window = (dict(module.named_parameters()) for module in modules)
-    return max(float((mean[n] - window[n]).detach().abs().max() / mean[n].detach().abs().max()) for n in mean)
 
 
 def windows_of(rounds: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
@@ -312,7 +301,7 @@ def means_table(rounds: int, seconds: float) -> list[Row]:
                 "difference_ms": difference,
                 "95%_interval": [low, high],
                 "paired_ratio": statistics.median(a / b for a, b in zip(ours, by_hand, strict=True)),
-                "calm_ratio": _calm(ours) / _calm(by_hand),
+                "calm_ratio": calm(ours) / calm(by_hand),
                 "A/A": statistics.median(a / b for a, b in zip(again, by_hand, strict=True)),
                 "most": limit,
                 "by_hand_collectives": checked["by_hand"],
@@ -325,22 +314,15 @@ def means_table(rounds: int, seconds: float) -> list[Row]:
     return rows
 
 
-def _calm(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 10]
-
-
 def main(arguments: Sequence[str] = ()) -> list[Row]:
     """Run the parts that are asked for; all without options."""
-    parser = argparse.ArgumentParser("window", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["collectives", "time", "means"], help="parts to run")
-    parser.add_argument("--sizes", nargs="+", choices=[size.title for size in SIZES], help="which models to time")
-    parser.add_argument("--windows", type=int, default=30, help="timed optimizer steps of each fit")
-    parser.add_argument("--rounds", type=int, default=300, help="of single means")
-    options = parser.parse_args(arguments)
-    sizes = [size for size in SIZES if options.sizes is None or size.title in options.sizes]
     parts: dict[str, Callable[[], list[Row]]] = {
         "collectives": collectives_table,
-        "time": lambda: time_table(sizes, options.windows),
-        "means": lambda: means_table(options.rounds, seconds=15.0),
+        "time": lambda: time_table(sizes, max(2, round(30 * options.rounds))),
+        "means": lambda: means_table(max(8, round(300 * options.rounds)), seconds=15.0),
     }
-    return [row for name, part in parts.items() if name in (options.only or parts) for row in part()]
+    parser = parser_of("window", __doc__, parts)
+    parser.add_argument("--sizes", nargs="+", choices=[size.title for size in SIZES], help="which models to time")
+    options = parser.parse_args(arguments)
+    sizes = [size for size in SIZES if options.sizes is None or size.title in options.sizes]
+    return run_parts(parts, options.only)

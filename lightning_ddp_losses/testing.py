@@ -12,12 +12,15 @@ Then::
     def test_my_collective(ddp_ranks):
         assert ddp_ranks(2).run(torch.distributed.get_rank) == [0, 1]
 
-Both are based on the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test takes
-seconds, whereas a task for a running pool takes a millisecond. Workers are forked from a
-forkserver that has torch and lightning loaded, find each other through a file (no ports), and communicate with the test through one pipe
-each. A group of ranks is one *generation*: after a failure, or when W changes, the next task starts a new generation and every
-rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two ranks, and more ranks
-are three teams of workers: most tests use 1, 2 and 3 ranks in turn, and starting a generation takes as long as a small fit.
+A fit runs on these ranks with ``Trainer(plugins=[RankEnvironment()], devices=W, ...)``, and `CountCollectives` counts what a piece of code
+sends.
+
+Both fixtures are based on the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test
+takes seconds, whereas a task for a running pool takes a millisecond. Workers are forked from a forkserver that has torch and lightning
+loaded, find each other through a file (no ports), and communicate with the test through one pipe each. A group of ranks is one
+*generation*: after a failure, or when W changes, the next task starts a new generation and every rank first leaves its old group. A worker
+that hangs or dies is replaced, so that the next test runs. One rank, two ranks, and more ranks are three teams of workers: most tests use
+1, 2 and 3 ranks in turn, and starting a generation takes as long as a small fit.
 
 This package is not preloaded, so that coverage can measure its import in the workers too. Each task contains the warning filters of the
 test that calls it.
@@ -51,14 +54,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch import Tensor
 
 from lightning_ddp_losses.audit import AuditReport, parity
 from lightning_ddp_losses.audit.replay import can_pickle
 from lightning_ddp_losses.audit.runs import Failure, Worker, collect_answers, redirect_output
+from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 
-__all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]
+__all__ = ["CountCollectives", "RankEnvironment", "RankError", "RankFailure", "RankPool", "Ranks"]
 
 GROUP_TIMEOUT = timedelta(seconds=120)  # generous, because a passing test never waits for it, even on a busy machine
 # longer than the group's timeout, so that a peer's timeout is an error and not a hang
@@ -466,6 +472,100 @@ class Ranks:
         report = parity(build, step, batches, ranks=self.count, **options)
         report.raise_if_different()
         return report
+
+
+class RankEnvironment(ClusterEnvironment):
+    """Lets a Lightning Trainer run on ranks that exist already: it starts no process, and uses the running process group.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> def fit(module, loader):  # ddp_ranks(2).run(fit, module, loader)
+        ...     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_losses", plugins=[RankEnvironment()])
+        ...     trainer.fit(module, loader)
+    """
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: Lightning starts no processes."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """This machine."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """The group exists, so a port is not needed."""
+        raise RuntimeError("the process group exists: nobody should need a port")
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False, because the environment is only used if it is passed to a Trainer."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of ranks of the process group."""
+        return process_groups.world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """Accept the size of the process group only."""
+        assert size == process_groups.world_size()
+
+    def global_rank(self) -> int:
+        """Return this process's rank."""
+        return process_groups.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Accept this process's rank only."""
+        assert rank == process_groups.rank()
+
+    def local_rank(self) -> int:
+        """Return the rank, because all ranks are on one node."""
+        return process_groups.rank()
+
+    def node_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+
+class CountCollectives(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the collectives that a block runs in this thread, forward and backward, in order.
+
+    Attributes:
+        names: Names of torch's operators, such as ``"allreduce_"``.
+        num_bytes: Bytes of the larger of input and output of each, added up.
+
+    Example:
+        >>> with CountCollectives() as collectives:
+        ...     total = torch.ones(3).sum()
+        >>> collectives.names
+        []
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an operation of torch.distributed, and run it."""
+        if func.namespace == "c10d":
+            self.names.append(func.name().partition("::")[2].partition(".")[0])
+            self.num_bytes += max(map(_bytes_of, args), default=0)
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> list[str]:
+        """Return the names since the last call."""
+        names, self.names = self.names, []
+        return names
+
+
+def _bytes_of(argument: Any) -> int:
+    """Return the bytes of the tensors in an argument of an operation."""
+    if isinstance(argument, Tensor):
+        return argument.nbytes
+    return sum(map(_bytes_of, argument)) if isinstance(argument, (list, tuple)) else 0
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
+
+from lightning_ddp_losses.testing import RankEnvironment
 
 # one epoch: no logger, no checkpoints, no bars, no summary
 QUIET: dict[str, Any] = {
@@ -22,44 +23,6 @@ QUIET: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
 }
-
-
-class RankEnvironment(ClusterEnvironment):
-    """Ranks and world size as torch.distributed has them; the processes are there, so Lightning starts none."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        raise RuntimeError("the process group exists: nobody should need a port")
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        assert size == dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        assert rank == dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
 
 
 def make_trainer(strategy: str | Strategy, **options: Any) -> Trainer:

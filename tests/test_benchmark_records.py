@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import matplotlib.axes
 import pytest
 
-from benchmarks import figures, gpu, records
-from benchmarks.gpu import worker
+from benchmarks import device_parts, figures, records
 from benchmarks.tiled_rows import MEMORY_TABLE, TIME_TABLE
 from benchmarks.window import windows_of
+from tests import gpu
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +42,29 @@ def test_added_rows_replace_those_of_the_same_job() -> None:
 def test_a_part_on_a_gpu_that_fails_leaves_its_rows_and_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run_ranks(function: Any, part: str, device: str, every: int, folder: str, *, world_size: int, **_: Any) -> None:
+    def run_ranks(
+        work: Any,
+        opens: Any,
+        part: str,
+        module: str,
+        device: str,
+        every: int,
+        folder: str,
+        *,
+        world_size: int,
+        **_: Any,
+    ) -> None:
         for rank in range(world_size):
             row = {"table": "some", "loss": part}
-            worker.file_of(folder, part, world_size, rank).write_text(json.dumps(row) + "\n")
+            device_parts.file_of(folder, part, world_size, rank).write_text(json.dumps(row) + "\n")
         if part == "b":
             raise RuntimeError("no answer in time")
 
-    monkeypatch.setattr(gpu, "run_ranks", run_ranks)
-    monkeypatch.setattr(gpu, "_refuse_missing_device", lambda device: None)
+    monkeypatch.setattr(device_parts, "run_ranks", run_ranks)
+    monkeypatch.setattr(gpu, "PRETENDED_RELEASE", "")
     rows = gpu.main(["--device", "pretend", "--ranks", "2", "--output", str(tmp_path / "rows")])
     found = [f"{row['loss']} {row.get('rank', '')}".strip() for row in rows]
-    assert found == ["a", "b 0", "b 1", "c", "d", "e", "e 0", "e 1"]
+    assert found == ["a", "b 0", "b 1", "c", "e", "e 0", "e 1"]
     assert rows.failed
     assert not rows.recorded
     assert "part b with 2 rank(s) failed: no answer in time" in capsys.readouterr().err
@@ -93,3 +105,17 @@ def test_windows_are_whole() -> None:
 def test_nothing_recorded_draws_nothing(results: Path) -> None:
     figures.draw()
     assert not list(results.iterdir())
+
+
+def test_no_benchmark_imports_the_tests() -> None:
+    """Benchmarks run from an installed package."""
+    files = sorted(Path(figures.__file__).parent.rglob("*.py"))
+    assert len(files) > 30
+    found = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            found += [f"{file.name}:{node.lineno}" for name in names if name.partition(".")[0] == "tests"]
+    assert not found

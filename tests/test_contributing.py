@@ -36,8 +36,10 @@ def test_the_sessions_of_a_workflow_exist(name: str) -> None:
 
 
 def test_the_workflow_runs_what_the_project_calls_ci() -> None:
-    commands = re.findall(r"nox -s ([a-z0-9 ]+)", (ROOT / ".ci" / "run").read_text())
-    assert {session for command in commands for session in command.split()} <= sessions_of(CI["jobs"]["sessions"])
+    commands = re.findall(r"(?:nox -s|alike) ([a-z0-9][a-z0-9 ]*)", (ROOT / ".ci" / "run").read_text())
+    named = {session for command in commands for session in command.split()}
+    assert named <= sessions_of(CI["jobs"]["sessions"])
+    assert named >= {"tests", "slow", "faults", "integrations", "fuzz", "lint", "types", "docs"}
 
 
 def test_the_quick_tests_of_a_distribution_exist() -> None:

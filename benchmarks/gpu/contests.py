@@ -1,4 +1,4 @@
-"""What part d compares: a loss of ours, plain torch that makes the whole matrix, and the formula in float64, a block at a time.
+"""What is compared: a loss of ours, plain torch that makes the whole matrix, and the formula in float64, a block at a time.
 
 Legend: ``G`` rows, ``D`` embedding size, ``C`` classes. A formula in float64 is not differentiated as a whole, which would need the
 matrix: the log-sum-exps are known from a first pass, and their gradient is that of ``sum exp(z - log-sum-exp)`` with the latter fixed.
@@ -45,7 +45,7 @@ def _blocks(count: int, width: int) -> Iterator[slice]:
 def _compiled(
     device: str, loss: nn.Module, attribute: str, ways: dict[str, Callable[[], Tensor]]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Return the same ways with ``compile_tiles=True``, on the same weights. The pretended device has no compiler."""
+    """Return the same ways with ``compile_tiles=True``, on the same weights. It is not compiled on a CPU."""
     if not device.startswith("cuda"):
         return {}
     compiler = TileCompiler()

@@ -1,4 +1,4 @@
-"""What part d sets beside our losses: plain torch, eager and compiled, in bf16 and float32, and other libraries where they are installed.
+"""What is set beside our losses: plain torch, eager and compiled, in bf16 and float32, and other libraries where they are installed.
 
 Each function takes rows as the loss gets them. Libraries that are not installed have a row that says so (``NotInstalledError``).
 """
@@ -31,7 +31,7 @@ class NotInstalledError(Exception):
 
 
 def compiled(device: str, ways: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Return the same ways as ``torch.compile`` makes them. The pretended device has no compiler."""
+    """Return the same ways as ``torch.compile`` makes them. It is not compiled on a CPU."""
     found: dict[str, Callable[[], Tensor]] = {}
     if device.startswith("cuda"):
         for name, way in ways.items():

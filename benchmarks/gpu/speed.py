@@ -1,7 +1,7 @@
 """Part d: forward and backward at full size, ours beside plain torch that makes the whole matrix, and figures from elsewhere.
 
 Gradients are compared with float64 first; ours are not timed where they are off. Contestants then take turns, one step each, and the
-median counts. Memory is what one step takes beyond what was there before, gradients included. On the pretended device sizes are small,
+median counts. Memory is what one step takes beyond what was there before, gradients included. On the CPU sizes are small,
 times are the CPU's and there is no figure of memory: it only shows that all this runs.
 """
 
@@ -19,7 +19,6 @@ from benchmarks.gpu.contests import ArcFace, Clip, Contest, SigLip, TwoOfEachCla
 from benchmarks.gpu.peers import NotInstalledError
 from benchmarks.memory import MIB
 from benchmarks.records import Row
-from tests.pretended.devices import Device
 
 ROUNDS, SECONDS = 15, 4.0  # of one contest; at least 3 rounds
 _TABLE = "gpu d: forward + backward"
@@ -32,10 +31,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 Step = Callable[[], Tensor]
 
 
-def contests(device: Device) -> Iterator[tuple[str, str, Callable[[], Contest]]]:
+def contests(device: str) -> Iterator[tuple[str, str, Callable[[], Contest]]]:
     """Yield loss, size, and what makes the contest."""
-    small = not device.name.startswith("cuda")
-    place = device.name
+    small = not device.startswith("cuda")
+    place = device
     width = 16 if small else 768
     for rows in (64,) if small else (1024, 8192, 16_384, 32_768, 65_536):
         yield "SigLIP", f"{rows} x {width}", lambda rows=rows: SigLip(rows, width, place)
@@ -53,7 +52,7 @@ def contests(device: Device) -> Iterator[tuple[str, str, Callable[[], Contest]]]
         )
 
 
-def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
+def rows_of(device: str, every: int = 1) -> Iterator[Row]:
     """Run every contest; one row a contestant."""
     for loss, size, make in contests(device):
         about = {"table": _TABLE, "loss": loss, "size": size}
@@ -68,7 +67,7 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
         _return_memory(device)
 
 
-def _contest_rows(device: Device, contest: Contest, elsewhere: str | None) -> Iterator[Row]:
+def _contest_rows(device: str, contest: Contest, elsewhere: str | None) -> Iterator[Row]:
     # 1. gradients of everybody, beside float64
     truth = contest.truth()
     ways = {**contest.ours, **contest.plain}
@@ -137,10 +136,10 @@ def _relative(got: Tensor, expected: Tensor) -> float:
     return float((difference / max(norm, 1e-30)) ** 0.5)
 
 
-def _unfit(device: Device, who: str, error: BaseException, *, of_ours: bool = True) -> Row:
+def _unfit(device: str, who: str, error: BaseException, *, of_ours: bool = True) -> Row:
     """Say that somebody needs more memory than the device has; ours should not."""
     text = f"out of memory: {str(error).splitlines()[0][:120]}"
-    if device.name.startswith("cuda"):
+    if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info()
         text += f" ({free // MIB} of {total // MIB} MiB free now)"
     return {"who": who, "off_from_float64": text, "limit": None, "verdict": "WRONG" if of_ours else "does not fit"}
@@ -152,13 +151,13 @@ def _failed(who: str, error: BaseException) -> Row:
     return {"who": who, "off_from_float64": text, "limit": None, "verdict": "WRONG"}
 
 
-def _return_memory(device: Device) -> None:
-    if device.name.startswith("cuda"):
+def _return_memory(device: str) -> None:
+    if device.startswith("cuda"):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def _timed_in_turns(device: Device, steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+def _timed_in_turns(device: str, steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
     """Time the steps in turns; the first two rounds warm up."""
     table: dict[str, list[float]] = {who: [] for who in steps}
     ended = time.monotonic() + SECONDS
@@ -170,9 +169,9 @@ def _timed_in_turns(device: Device, steps: dict[str, Callable[[], None]]) -> dic
     return {who: measured[2:] for who, measured in table.items()}
 
 
-def _milliseconds(device: Device, step: Callable[[], None]) -> float:
+def _milliseconds(device: str, step: Callable[[], None]) -> float:
     """Time one step: on a GPU by its own clock, from an idle device to the end of the last kernel."""
-    if not device.name.startswith("cuda"):
+    if not device.startswith("cuda"):
         started = time.perf_counter()
         step()
         return (time.perf_counter() - started) * 1e3
@@ -185,9 +184,9 @@ def _milliseconds(device: Device, step: Callable[[], None]) -> float:
     return float(start.elapsed_time(end))
 
 
-def _peak_mib(device: Device, contest: Contest, step: Callable[[], None]) -> float | None:
+def _peak_mib(device: str, contest: Contest, step: Callable[[], None]) -> float | None:
     """Measure what one step takes at most beyond what is there when it begins, which is no gradient."""
-    if not device.name.startswith("cuda"):
+    if not device.startswith("cuda"):
         return None
     _clear(contest)
     _return_memory(device)

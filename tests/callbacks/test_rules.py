@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ddp_losses.callbacks import Finding
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.callbacks.facts import loss_rules, rules
-from lightning_ddp_losses.callbacks.facts.fact import Fact
+from tests.doors import DEFAULT_CHECKS, Fact, loss_rules, rules
 
 Columns = dict[str, Any]
 Rule = Callable[[Columns], list[Finding]]
@@ -101,6 +99,7 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     ),  # one metric
     (rules.compare_metric_states, {"names": (1, 1, 2), "auroc.preds": (5, 3, 4)}, []),
     (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (3.0, 4.0))}, [("F59", ())]),
+    (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (0.3, 1.0))}, []),  # by chance, of four rows
     (rules.compare_batches, {"is_last": (0, 1, 0)}, [("F36", (1,))]),
     (rules.compare_batches, {"is_last": (0, 1, 0), "compares_ends": (0, 0, 0)}, []),
     (rules.compare_batches, {"is_same": (1, 0, 1)}, [("F67", (0, 2))]),
@@ -118,6 +117,7 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_sizes, {"batches": (5, 5, 4), "until_max_steps": (3.0,) * 3}, []),
     (rules.compare_sizes, {"gathers": (6, 6, 6), "last_size": (8, 3, 8)}, [("F28", ())]),
     (rules.compare_sizes, {"has_batch_norm": (1, 1, 1), "last_size": (8, 1, 8)}, [("F62", (1,))]),
+    (rules.compare_sizes, {"has_batch_norm": (1, 1, 1), "full_size": (1, 1, 1)}, []),  # batches of one row by choice
     (rules.find_shared_devices, {"identity": (5, 0, 5)}, [("F73", (0, 2))]),
     (loss_rules.compare_losses, {"is_missing": (0, 1, 0)}, [("F35", (1,))]),
     (loss_rules.compare_losses, {"keys": (1, 1, 2)}, [("F46", (2,))]),

@@ -1,4 +1,4 @@
-"""Everything that runs on an accelerator: CUDA (``python -m benchmarks gpu``), or the pretended one.
+"""Everything that runs on an accelerator: CUDA (``python -m tests.gpu``), or the pretended one.
 
 That one must be in the process before this file is imported, which imports names that it replaces.
 
@@ -34,11 +34,9 @@ from lightning_ddp_losses import (
     SigLipLoss,
     differentiable,
 )
-from lightning_ddp_losses.core.inputs import map_tensors, tensors_in
-from lightning_ddp_losses.distributed import fingerprint, process_groups
-from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 from lightning_ddp_losses.losses import products
-from lightning_ddp_losses.losses.tiled import evaluator
+from tests.doors import Call, Scope, evaluator, gather_statistics, map_tensors, normalise, process_groups, tensors_in
+from tests.doors import fingerprint_file as fingerprint
 from tests.losses import harness, sharded_cases, test_tiled, variants
 from tests.losses.cases import PML
 from tests.losses.test_two_towers import CASES as TOWER_CASES

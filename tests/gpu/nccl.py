@@ -23,16 +23,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from benchmarks.gpu.several_ranks import (
-    FIT_EXACT,
-    FITS,
-    ROUNDED,
-    OneNodePerRank,
-    accelerator,
-    fit_difference,
-    largest_difference,
-    row_of,
-)
 from benchmarks.records import Row
 from lightning_ddp_losses import (
     ClassShardedLoss,
@@ -41,6 +31,16 @@ from lightning_ddp_losses import (
     DDPLossStrategy,
     GlobalBatchLoss,
     SigLipLoss,
+)
+from tests.gpu.several_ranks import (
+    FIT_EXACT,
+    FITS,
+    ROUNDED,
+    OneNodePerRank,
+    accelerator,
+    fit_difference,
+    largest_difference,
+    row_of,
 )
 from tests.lightning_ranks import QUIET
 from tests.pretended.devices import Device
