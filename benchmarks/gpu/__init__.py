@@ -42,5 +42,7 @@ PROGRAM = Program(
 def main(arguments: list[str]) -> Rows:
     """Run the contests. Rows are recorded where the device is a real one."""
     options = options_of(PROGRAM, gpu.__doc__).parse_args(arguments)
-    print("parts a, b, c and e, whether numbers are right on this device: python -m tests.gpu, in the source distribution")
+    print(
+        "parts a, b, c and e, whether numbers are right on this device: python -m tests.gpu, in the source distribution"
+    )
     return run_parts(PROGRAM, options, PROGRAM.parts)

@@ -78,6 +78,12 @@ def test_the_tolerance_is_measured(tmp_path: Path) -> None:
     assert measure_tolerances(one, perturbed, 1e-8, fixed=0.5).of(1, "gradient", "w") == 0.5
 
 
+def test_rounding_of_some_per_cent_does_not_hide_a_factor_of_two(tmp_path: Path) -> None:
+    one, moved = recording(tmp_path / "one", TRUTH), recording(tmp_path / "moved", TRUTH * 1.1)
+    found = compare(recording(tmp_path / "ranks", TRUTH / 2), one, measure_tolerances(one, [moved], 1e-8))
+    assert [row.verdict for row in found.rows] == ["wrong scale"]
+
+
 # in bf16, where runs of one process are apart by 1 %: the error of a gradient at a step, and the verdict
 IN_16_BITS = [
     (1, 0.007, "exact"),

@@ -296,6 +296,7 @@ plain_loop = looped(lambda index, count: index == count - 1, lambda count: count
 always_synchronised = looped(each, lambda count: count)
 no_sync_too_long = looped(lambda index, count: False, lambda count: count)
 divided_twice = looped(each, lambda count: count**2)
+divided_three_times = looped(each, lambda count: count**3)
 never_divided = looped(each, lambda count: 1)
 
 
@@ -388,6 +389,7 @@ CASES = [
     Case("FSDP2 sums", stepping(regression, wrap=summing_shards), "F21", "{W} times", stepping(regression, wrap="fully_shard")),
     Case("no_sync too long", looping(no_sync_too_long, 2), "SYNC", "another gradient", looping(plain_loop, 2)),
     Case("divided twice", looping(divided_twice, 4), "F18", "1/A", looping(plain_loop, 4)),
+    Case("divided three times", looping(divided_three_times, 2), "F18", "1/A**2", looping(plain_loop, 2)),
     Case("never divided", looping(never_divided, 4), "F18", "= A", looping(always_synchronised, 4)),
     Case("clipped early", looping(clipped_early), "F13", "when it was clipped", looping(clipped_late)),
     Case("clipped by rank", looping(clipped_on_rank_0), "F13", "then changed", looping(clipped_late)),

@@ -214,6 +214,7 @@ REFUSED: dict[str, tuple[int, Callable[[int], Any], dict[str, Any], Sequence[str
     "lengths": (2, known, {}, LENGTHS),
     "lengths, with checks": (2, known, {"checks": True}, LENGTHS),
     "lengths, without checks of calls": (2, known, {"strategy": {"check_calls": False}}, LENGTHS),
+    "lengths, of which one suffices": (2, known, {"max_steps": 4, "max_epochs": -1}, LENGTHS),
     "a stream that ends early": (2, unknown, {}, EARLY),
     "a stream that ends early, with checks": (2, unknown, {"checks": True}, EARLY),
     "a stream on 3 ranks": (3, third, {}, EARLY),
