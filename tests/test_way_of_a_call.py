@@ -77,7 +77,7 @@ def batch_norm() -> Callable[..., Tensor]:
 
 WAYS: dict[str, Way] = {
     "SupCon": Way(lambda: GlobalBatchLoss(pml.SupConLoss()), pair, 90, 640),
-    "SupCon in tiles": Way(lambda: GlobalBatchLoss(pml.SupConLoss()), pair, 174, 1300, rows=MANY),
+    "SupCon in tiles": Way(lambda: GlobalBatchLoss(pml.SupConLoss()), pair, 174, 1330, rows=MANY),
     "ArcFace": Way(lambda: GlobalBatchLoss(pml.ArcFaceLoss(3, DIM)), pair, 100, 759),
     "class shards": Way(lambda: ClassShardedLoss(pml.ArcFaceLoss(30, DIM)), pair, 146, 877),
     "CLIP": Way(ClipLoss, towers, 124, 759),
