@@ -63,8 +63,8 @@ def global_randomness(
     piece are rows of other pieces (``torch.randperm``), a generator of your own, and a checkpoint inside the encoder.
 
     Cost: each rank draws for all rows, so a draw takes W times as long, and each operator of forward is tracked in Python. A step of an
-    encoder layer (1024 tokens of 256, on one thread) takes 1.26 times as long on 2 ranks and 2.1 times as long on 8. With
-    ``randomness="by_row"``, it takes 1.12 to 1.16 times as long on any number of ranks, and a block with 8 times as much work takes 1.04
+    encoder layer (1024 tokens of 256, on one thread) takes 1.27 times as long on 2 ranks and 2.3 times as long on 8. With
+    ``randomness="by_row"``, it takes 1.15 times as long on any number of ranks, and a block with 8 times as much work takes 1.04
     times as long. A rank with one row also runs each call of forward for two rows, because one row does not show which dimension contains
     the rows.
 
