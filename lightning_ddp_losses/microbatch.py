@@ -31,7 +31,7 @@ from lightning_ddp_losses.core.random_state import (
 )
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
-from lightning_ddp_losses.randomness.pieces import RowPieces, pieces_of
+from lightning_ddp_losses.randomness.pieces import RowPieces, start_pieces
 from lightning_ddp_losses.randomness.places import memory_order
 from lightning_ddp_losses.randomness.step_draws import beside_the_step
 
@@ -106,7 +106,7 @@ class _Pieces:
             self._refuse_other_dims(versions, args, kwargs, rows)
         tensors = inputs.tensors_in((args, kwargs))
         batch = [tensor for tensor in tensors if tensor.ndim and tensor.shape[0] == rows]
-        draws = pieces_of(batch, self.encoder)
+        draws = start_pieces(batch, self.encoder)
         if draws is None:
             devices = {tensor.device for tensor in tensors}
             states = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)

@@ -38,7 +38,7 @@ def in_one_process() -> Iterator[None]:
         _one_process.pop()
 
 
-def pieces_of(batch: Sequence[Tensor], encoder: nn.Module) -> RowPieces | None:
+def start_pieces(batch: Sequence[Tensor], encoder: nn.Module) -> RowPieces | None:
     """Return the runs on the pieces of a batch, or None outside of ``global_randomness`` and for a batch without rows.
 
     Args:

@@ -33,7 +33,7 @@ from lightning_ddp_losses.randomness.whole_draws import (
     Draw,
     draw_own_part,
     draws_numbers,
-    may_draw,
+    is_random,
     operator_name,
     shape_drawn,
 )
@@ -226,7 +226,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sizes.is_paused = before
 
     def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self._is_formula_of_backward() and not may_draw(func) and func.namespace not in OF_COLLECTIVES:
+        if self._is_formula_of_backward() and not is_random(func) and func.namespace not in OF_COLLECTIVES:
             return func(*args, **kwargs)
         tensors = tensors_of_operator(args, kwargs)
         marks = [self.mark_of(tensor) for tensor in tensors]

@@ -104,14 +104,14 @@ _NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, although
 
 
 @functools.cache
-def may_draw(function: Any) -> bool:
+def is_random(function: Any) -> bool:
     """Return whether an operator draws random numbers in some calls."""
     return torch.Tag.nondeterministic_seeded in function.tags and operator_name(function) not in _NAMES_OF_CHOICES
 
 
 def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator draws random numbers in this call."""
-    return may_draw(function) and not _draws_nothing(function, args, kwargs)
+    return is_random(function) and not _draws_nothing(function, args, kwargs)
 
 
 def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
