@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses.core import inputs, precision, torch_compat
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.random_state import (
+    PieceRuns,
     RandomStates,
     devices_in_use,
     global_generators,
@@ -31,7 +32,7 @@ from lightning_ddp_losses.core.random_state import (
 )
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
-from lightning_ddp_losses.randomness.pieces import RowPieces, start_pieces
+from lightning_ddp_losses.randomness.pieces import start_pieces
 from lightning_ddp_losses.randomness.places import memory_order
 from lightning_ddp_losses.randomness.step_draws import beside_the_step
 
@@ -106,14 +107,13 @@ class _Pieces:
             self._refuse_other_dims(versions, args, kwargs, rows)
         tensors = inputs.tensors_in((args, kwargs))
         batch = [tensor for tensor in tensors if tensor.ndim and tensor.shape[0] == rows]
-        draws = start_pieces(batch, self.encoder)
-        if draws is None:
+        runs: PieceRuns | None = start_pieces(batch, self.encoder)
+        if runs is None:
             devices = {tensor.device for tensor in tensors}
-            states = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)
-            return self._run_all(versions, args, kwargs, rows, pieces, states)
-        with beside_the_step():  # but not a piece
-            result = self._run_all(versions, args, kwargs, rows, pieces, draws)
-            draws.mark(inputs.tensors_in(result))
+            runs = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)
+        with runs.of_all():
+            result = self._run_all(versions, args, kwargs, rows, pieces, runs)
+            runs.mark(inputs.tensors_in(result))
         return result
 
     def _run_all(
@@ -123,7 +123,7 @@ class _Pieces:
         kwargs: dict[str, Any],
         rows: int,
         pieces: int,
-        states: RandomStates | RowPieces,
+        runs: PieceRuns,
     ) -> Any:
         """Run one piece after the other, and join their results. A rank without rows still runs its encoder."""
         joined = _Joined(rows)
@@ -131,28 +131,16 @@ class _Pieces:
             start = min(number * self.chunk_size, rows)
             piece = slice(start, min(start + self.chunk_size, rows))
             piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
-            if isinstance(states, RowPieces):
-                cut = inputs.tensors_in((piece_args, piece_kwargs))
-                states.add(piece, inputs.tensors_in((args, kwargs)), cut)
+            runs.add(piece, inputs.tensors_in((args, kwargs)), inputs.tensors_in((piece_args, piece_kwargs)))
+            arguments = (runs, number, versions, piece_args, piece_kwargs)
             if torch.is_grad_enabled():
                 # its backward reruns the piece with the same random numbers
-                result = checkpoint(
-                    self._run_again,
-                    states,
-                    number,
-                    versions,
-                    piece_args,
-                    piece_kwargs,
-                    use_reentrant=False,
-                    preserve_rng_state=not states.are_complete,
-                )
-            elif isinstance(states, RowPieces):
-                result = self._run_again(states, number, versions, piece_args, piece_kwargs)
+                preserve = not runs.are_complete
+                result = checkpoint(self._run_again, *arguments, use_reentrant=False, preserve_rng_state=preserve)
             else:
-                result = self._run(versions, piece_args, piece_kwargs)
+                result = self._run_again(*arguments)
             joined.add(result, piece)
-            if isinstance(states, RowPieces):
-                states.note_results(inputs.tensors_in(result))
+            runs.note_results(inputs.tensors_in(result))
         return joined.result()
 
     def _refuse_other_dims(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
@@ -188,9 +176,9 @@ class _Pieces:
         parts = torch_compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
         return [torch_compat.tensor_version(part) for part in parts]
 
-    def _run_again(self, states: RandomStates | RowPieces, number: int, *arguments: Any) -> Any:
+    def _run_again(self, runs: PieceRuns, number: int, *arguments: Any) -> Any:
         """Run the encoder on one piece, always with the random numbers of the first run."""
-        with states.of_run(number):
+        with runs.of_run(number):
             return self._run(*arguments)
 
     def _run(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -223,7 +224,40 @@ def preserve_random_state(generators: Iterable[object], *, seed: int | None = No
             source.set_state(state)
 
 
-class RandomStates:
+class PieceRuns:
+    """The runs of a module on the pieces of a batch, one after the other, and each of them again in backward.
+
+    Attributes:
+        are_complete: Whether a run in backward needs no other mechanism for its random numbers.
+    """
+
+    are_complete = True
+
+    def of_all(self) -> AbstractContextManager[None]:
+        """Return a context for the first runs of all pieces."""
+        return contextlib.nullcontext()
+
+    def add(self, rows: slice, whole: Sequence[Tensor], cut: Sequence[Tensor]) -> None:
+        """Add the next piece.
+
+        Args:
+            rows: Its position in dimension 0 of the batch.
+            whole: Tensors of the call.
+            cut: The same tensors for the piece, where those without rows in dimension 0 are unchanged.
+        """
+
+    def of_run(self, number: int) -> AbstractContextManager[None]:
+        """Return a context to run a piece in, for the first time or again. First runs must be in order."""
+        raise NotImplementedError
+
+    def note_results(self, results: Sequence[Tensor]) -> None:
+        """Called with the results of the piece that was added last, after its first run."""
+
+    def mark(self, joined: Sequence[Tensor]) -> None:
+        """Called with the results of all pieces, joined along dimension 0."""
+
+
+class RandomStates(PieceRuns):
     """States of torch's generators at the start of several runs, so that a repeated run draws the same numbers.
 
     The memory of all states is allocated before the first run. It is Python's memory and is read and written by address, because modes of
@@ -231,7 +265,7 @@ class RandomStates:
 
     Args:
         devices: Devices that runs draw on, besides the CPU.
-        runs: Number of runs.
+        runs: Number of runs. 0 if they are not repeated.
 
     Attributes:
         are_complete: Whether the generators of all devices are known. If not, use torch's own mechanism for all of them.
@@ -240,7 +274,7 @@ class RandomStates:
     def __init__(self, devices: Iterable[torch.device], runs: int) -> None:
         accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
         self.are_complete = all(torch_compat.device_generators(device.type) for device in accelerators)
-        self._generators = torch_generators(accelerators) if self.are_complete else []
+        self._generators = torch_generators(accelerators) if self.are_complete and runs else []
         self._memory = [bytearray(runs * generator.get_state().nbytes) for generator in self._generators]
         self._stored = 0
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_ddp_losses.core import torch_compat
+from lightning_ddp_losses.distributed.user_line import callers
 
 
 class DrawNote(NamedTuple):
@@ -70,15 +71,11 @@ _LIBRARIES = (
 )
 
 
-def users_line() -> str:
+def line_of_user() -> str:
     """Return the file and line of the innermost frame of the user's code."""
-    frame: Any = inspect.currentframe()
-    while frame is not None:
+    for frame in callers(inspect.currentframe()):
         if is_of_user(frame):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return "an unknown line"
 
 

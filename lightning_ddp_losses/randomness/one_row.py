@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import tensors_in
-from lightning_ddp_losses.randomness.notes import users_line
+from lightning_ddp_losses.randomness.notes import line_of_user
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, empty_whole, memory_order
 from lightning_ddp_losses.randomness.row_draws import OF_COLLECTIVES, RowDraws
 from lightning_ddp_losses.randomness.row_orders import RowOrders
@@ -27,9 +27,9 @@ from lightning_ddp_losses.randomness.twin_table import NO_TWIN, TwinTable, map_c
 from lightning_ddp_losses.randomness.whole_draws import (
     CannotDrawError,
     Draw,
+    DrawCall,
     draw_own_part,
     draws_numbers,
-    operator_name,
 )
 
 _TWIN = Rows(2, 0, 2)
@@ -94,7 +94,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         self._own = OwnDraws(self)
         self._drawn: list[TwinDraw] = []
         self._expected: list[TwinDraw] = []
-        self._is_twin_running = False
+        self.is_twin_running = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
     def _run_plain(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call of the user first for the twin and then for the row."""
         name = getattr(func, "__name__", "")
-        if name in _NOT_TWICE or self._is_twin_running:
+        if name in _NOT_TWICE or self.is_twin_running:
             return func(*args, **kwargs)
         call = _TwinCall(self._twins, args, kwargs)
         has_run, twins = self._run_twin(name, func, call)
@@ -175,7 +175,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         notes = len(self.notes)
         self._drawn = []
         self._has_misused_order = False
-        self._is_twin_running = True
+        self.is_twin_running = True
         try:
             if call.is_lost:
                 raise ValueError("rows in an unknown place")
@@ -187,7 +187,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
             self._refuse_unfollowed(name, call)
             return False, []
         finally:
-            self._is_twin_running = False
+            self.is_twin_running = False
 
     def _in_range(self, part: Any) -> Any:
         """Return an order that selects this rank's row, for a step that has refused a misused order."""
@@ -206,7 +206,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
             return
         if any(mark.place is not None for mark in marks) and (self._has_shared or any(mark.is_drawn for mark in marks)):
             self.refuse(
-                f"{name} at {users_line()}",
+                f"{name} at {line_of_user()}",
                 "a call that does not run with two rows, in a step that draws for all rows",
                 "Let nothing in the step depend on the number of rows.",
             )
@@ -245,7 +245,7 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         is_one_of_more = self._own_rows.total > 1 and torch_compat.graph_task_id() == -1
         if is_one_of_more and has_rows and has_others and name in _PICKS:
             self.refuse(
-                f"{name} at {users_line()}",
+                f"{name} at {line_of_user()}",
                 "a row that is picked by numbers that do not come from the batch, on a rank with one row",
                 "Pick rows by numbers that are computed from the batch, or take two rows or more on each rank.",
             )
@@ -258,49 +258,47 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         return super()._run_operator(func, args, kwargs)
 
     def _compare_state(self, where: str) -> None:
-        if not self._is_twin_running:
+        if not self.is_twin_running:
             super()._compare_state(where)
 
     def note_state(self) -> None:
         """Record the state after a draw of the row."""
-        if not self._is_twin_running:
+        if not self.is_twin_running:
             super().note_state()
 
-    def _run(self, func: Any, args: Any, kwargs: Any, place: RowPlace | None, line: str) -> Any:
+    def _run(self, call: DrawCall, place: RowPlace | None, line: str) -> Any:
         """Draw for the twin, and restore the generators."""
         refused = len(self.refusals)
-        given = tensors_in((args, kwargs))
-        name = operator_name(func)
-        if name.endswith("_like"):
+        given = call.tensors
+        if call.name.endswith("_like"):
             given = [torch.empty_like(tensor) for tensor in given]
         orders = [memory_order(tensor) for tensor in given]
         shapes = [tensor.shape for tensor in given]
-        with generators_put_back(kwargs.get("generator")):
-            result = super()._run(func, args, kwargs, place, line)
+        with generators_put_back(call.kwargs.get("generator")):
+            result = super()._run(call, place, line)
         certain = place if len(self.refusals) == refused else None
-        self._drawn.append(TwinDraw(name, certain, orders, shapes))
+        self._drawn.append(TwinDraw(call.name, certain, orders, shapes))
         return result
 
-    def draw_own(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def draw_own(self, call: DrawCall) -> Any:
         """Repeat the twin's draw for this rank's row."""
-        name, line = operator_name(func), users_line()
-        if kwargs.get("generator") is None:
+        name = call.name
+        line = line_of_user()
+        if call.kwargs.get("generator") is None:
             self._compare_state(f"{name} at {line}")
-        draw = None
         if self._expected and self._expected[0].name == name:
-            draw = self._expected.pop(0)
+            result = self._draw_in_order(call, self._expected.pop(0), line)
         else:
             self._refuse_other_draws(name)
-        if draw is not None and draw.place is not None:
-            result = self._draw_in_order(func, args, kwargs, draw, line)
-        else:
-            result = func(*args, **kwargs)
+            result = call.run()
         self.note_state()
         return result
 
-    def _draw_in_order(self, func: Any, args: Any, kwargs: dict[str, Any], draw: TwinDraw, line: str) -> Any:
+    def _draw_in_order(self, call: DrawCall, draw: TwinDraw, line: str) -> Any:
         """Draw with tensors whose memory order equals that of the twin."""
-        given = tensors_in((args, kwargs))
+        if draw.place is None:
+            return call.run()
+        given = call.tensors
         laid_out = []
         for tensor, order, shape in zip(given, draw.orders, draw.shapes, strict=True):
             memory = _new_in_order(tensor, order) if draw.name.endswith("_like") else tensor
@@ -313,13 +311,12 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
         def replace(part: Any) -> Any:
             return next(replaced) if isinstance(part, Tensor) else part
 
-        args, kwargs = map_call(replace, args), map_call(replace, kwargs)
-        assert draw.place is not None
+        call = call.mapped(replace)
         try:
-            result = self._draw_part(func, args, kwargs, draw.place, self._own_rows)
+            result = self._draw_part(call, draw.place, self._own_rows)
         except CannotDrawError as error:
             self.refuse(f"{draw.name} at {line}", error.got, error.fix)
-            return func(*args, **kwargs)
+            return call.run()
         if draw.name.endswith("_"):
             return given[0]
         return result
@@ -331,14 +328,9 @@ class OneRowDraws(RowDraws):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 self._lose_own(tensor)
 
-    @property
-    def is_twin_running(self) -> bool:
-        """Whether the current operators belong to the twin."""
-        return self._is_twin_running
-
     def _refuse_other_draws(self, name: str) -> None:
         self.refuse(
-            f"{name} at {users_line()}",
+            f"{name} at {line_of_user()}",
             "a draw on a rank with one row, where it cannot be told which dimension counts rows",
             "Say with_rows(tensor, dim) of a tensor before the draw, or take two rows or more on each rank.",
         )
@@ -360,7 +352,7 @@ class OwnDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._draws.is_twin_running or self._draws.is_paused:
             return func(*args, **kwargs)
         if draws_numbers(func, args, kwargs):
-            return self._draws.draw_own(func, args, kwargs)
+            return self._draws.draw_own(DrawCall(func, args, kwargs))
         if func.namespace in OF_COLLECTIVES:
             self._draws.lose_own(tensors_in((args, kwargs)))
         return func(*args, **kwargs)

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.places import RowPlace, Rows, empty_whole, own_part, put_own_, whole_shape
-from lightning_ddp_losses.randomness.twin_table import map_call
-from lightning_ddp_losses.randomness.whole_draws import Draw, operator_name, shape_drawn, with_size
+from lightning_ddp_losses.randomness.whole_draws import Draw, DrawCall
 
 
 class PieceDraw:
@@ -42,12 +40,9 @@ class PieceDraw:
         within = [entry // of_block * count + entry % of_block - first * place.inner for entry in entries]
         self._entries = Rows(len(within), 0, place.outer * count, tuple(within))
 
-    def __call__(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows
-    ) -> Any:
+    def __call__(self, call: DrawCall, place: RowPlace, rows: Rows) -> Any:
         """Draw. Arguments are those of ``draw_own_part``, for the entries of the piece as rows."""
-        name = operator_name(function)
-        given = tensors_in((args, kwargs))
+        given = call.tensors
         whole = RowPlace(place.dim, place.outer * self._place.outer, self._place.inner * place.inner)
         shape: Any = None
         if given:
@@ -56,17 +51,16 @@ class PieceDraw:
         def around(part: Any) -> Any:
             if not isinstance(part, Tensor):
                 return part
-            own = torch.empty_like(part) if name.endswith("_like") else part.expand(shape)
+            own = torch.empty_like(part) if call.name.endswith("_like") else part.expand(shape)
             tensor = empty_whole(own, place, self._entries.total).fill_(1)
             put_own_(tensor, own, place, self._entries)
             return tensor
 
-        args_around, kwargs_around = map_call(around, args), map_call(around, kwargs)
+        of_all = call.mapped(around)
         if not given:
-            size = whole_shape(shape_drawn(function, args, kwargs) or [], place, self._entries.total)
-            args_around, kwargs_around = with_size(function, args, kwargs, size)
-        found = self._draw_part(function, args_around, kwargs_around, whole, self._touched)
-        if name.endswith("_"):
+            of_all = call.with_size(whole_shape(call.shape, place, self._entries.total))
+        found = self._draw_part(of_all, whole, self._touched)
+        if call.name.endswith("_"):
             return given[0].copy_(own_part(found, place, self._entries))
         if isinstance(found, tuple):
             return tuple(own_part(part, place, self._entries) for part in found)

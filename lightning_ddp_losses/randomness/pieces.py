@@ -10,12 +10,12 @@ A world of one without ``by_row`` tracks no rows. There, pieces are tracked in c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core.random_state import write_random_states_
+from lightning_ddp_losses.core.random_state import PieceRuns, write_random_states_
 from lightning_ddp_losses.randomness.notes import Refusal
 from lightning_ddp_losses.randomness.piece_draws import PieceDraw
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows
@@ -60,7 +60,7 @@ def start_pieces(batch: Sequence[Tensor], encoder: nn.Module) -> RowPieces | Non
     places = [mark.place for mark in marks if mark.place is not None and mark.place.dim == 0]
     if not places:
         return None
-    with step.paused():
+    with step.draws.paused():
         return RowPieces(step, places[0], encoder)
 
 
@@ -76,19 +76,14 @@ class _Piece(NamedTuple):
     tensors: Sequence[tuple[Tensor, Mark]]
 
 
-class RowPieces:
+class RowPieces(PieceRuns):
     """Runs on pieces of the rows of this rank.
 
     Args:
         step: The step.
         place: Position of the rows in the tensors that are cut.
         encoder: Module that runs on the pieces.
-
-    Attributes:
-        are_complete: Whether a run in backward needs no other mechanism for its random numbers.
     """
-
-    are_complete = True
 
     def __init__(self, step: StepDraws, place: RowPlace, encoder: nn.Module) -> None:
         self._step = step
@@ -104,14 +99,12 @@ class RowPieces:
         self._last = step.draws  # of the first run that was last
         self._marks: list[list[Mark]] = []  # of the results of each piece with rows
 
-    def add(self, rows: slice, whole: Sequence[Tensor], cut: Sequence[Tensor]) -> None:
-        """Add the next piece.
+    def of_all(self) -> AbstractContextManager[None]:
+        """Return a context in which operators are not part of the step, except in a piece."""
+        return self._whole.paused()
 
-        Args:
-            rows: Its position in dimension 0 of the batch.
-            whole: Tensors of the call.
-            cut: The same tensors for the piece, where those without rows in dimension 0 are unchanged.
-        """
+    def add(self, rows: slice, whole: Sequence[Tensor], cut: Sequence[Tensor]) -> None:
+        """Add the next piece, with the marks of its tensors."""
         tensors = []
         for before, after in zip(whole, cut, strict=True):
             mark = self._whole.mark_of_own(before)

@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.places import RowPlace, Rows, rows_first
 from lightning_ddp_losses.randomness.shared_states import generators_put_back
-from lightning_ddp_losses.randomness.twin_table import map_call
-from lightning_ddp_losses.randomness.whole_draws import draw_of, operator_name, shape_drawn, with_size
+from lightning_ddp_losses.randomness.whole_draws import DrawCall, draw_of
 
 _NUMBERS = 4096  # of a block on the CPU, where seeding a generator takes as long as 200 to 500 numbers
 _NUMBERS_ON_DEVICE = 1 << 20  # where each block is a launch
 _FIRST = RowPlace(0)
 
 
-def draw_own_blocks(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def draw_own_blocks(call: DrawCall, place: RowPlace, rows: Rows) -> Any:
     """Return this rank's result of an operator that draws. Arguments are those of ``draw_own_part``.
 
     ``multinomial`` draws for all rows, because its arguments have a dimension that is not drawn.
@@ -36,43 +34,37 @@ def draw_own_blocks(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     Raises:
         CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
     """
-    name = operator_name(function)
-    draw = draw_of(function, args, place)
-    if name == "multinomial":
-        return draw(function, args, kwargs, place, rows)
+    draw = draw_of(call, place)
+    is_in_place = call.name.endswith("_")
+    if call.name == "multinomial":
+        return draw(call, place, rows)
     # 1. arguments with the rows first
-    given = tensors_in((args, kwargs))
+    given = call.tensors
+    like = torch.empty(call.shape, device=call.kwargs.get("device"))
     if given:
         like = torch.broadcast_tensors(*given)[0]  # type: ignore[no-untyped-call]
-    else:
-        shape = shape_drawn(function, args, kwargs)
-        assert shape is not None
-        like = torch.empty(shape, device=kwargs.get("device"))
     by_row = {id(tensor): _by_row(tensor.expand(like.shape), place, rows) for tensor in given}
     width = max(1, like.numel() // rows.local)
     numbers = _NUMBERS if like.device.type == "cpu" else _NUMBERS_ON_DEVICE
     size = max(1, numbers // width)
     results, buffers = [], []
-    if name.endswith("_"):
+    if is_in_place:
         results, buffers = [given[0]], [by_row[id(given[0])]]
     # 2. draw each block, or its whole if other ranks have a part of it
-    key = _draw_key(kwargs.get("generator"))
-    plain = {**kwargs, "generator": None} if "generator" in kwargs else kwargs
+    key = _draw_key(call.kwargs.get("generator"))
+    call = call.without_generator()
     with generators_put_back(None):
         for number, own, of_block in _blocks(rows, size):
 
             def in_block(part: Any, own: slice = own) -> Any:
                 return by_row[id(part)][own] if isinstance(part, Tensor) else part
 
-            block_args, block_kwargs = map_call(in_block, args), map_call(in_block, plain)
+            block = call.mapped(in_block)
             if not given:
-                block_args, block_kwargs = with_size(function, block_args, block_kwargs, [of_block.local, width])
+                block = block.with_size([of_block.local, width])
             _seed_((key + number) % (1 << 63), like.device)
-            if of_block.local == size:
-                found = function(*block_args, **block_kwargs)
-            else:
-                found = draw(function, block_args, block_kwargs, _FIRST, of_block)
-            if name.endswith("_"):
+            found = block.run() if of_block.local == size else draw(block, _FIRST, of_block)
+            if is_in_place:
                 continue  # drawn in place
             parts = found if isinstance(found, tuple) else (found,)
             if not results:

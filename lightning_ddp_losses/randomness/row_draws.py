@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.core.inputs import tensors_in
-from lightning_ddp_losses.randomness.notes import DrawNote, Refusal, arguments_by_name, tensors_of_operator, users_line
+from lightning_ddp_losses.randomness.notes import (
+    DrawNote,
+    Refusal,
+    arguments_by_name,
+    line_of_user,
+    tensors_of_operator,
+)
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
 from lightning_ddp_losses.randomness.row_orders import CALLS as CALLS_WITH_ORDERS
 from lightning_ddp_losses.randomness.row_orders import KEEP_ORDER, RowOrders
@@ -31,11 +37,11 @@ from lightning_ddp_losses.randomness.twin_table import map_call
 from lightning_ddp_losses.randomness.whole_draws import (
     CannotDrawError,
     Draw,
+    DrawCall,
     draw_own_part,
     draws_numbers,
     is_random,
     operator_name,
-    shape_drawn,
 )
 
 OF_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -80,7 +86,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes.shares_memory = self._table.lose_
         self._generator = StateWatch()
         self._has_shared = False
-        self._is_paused = False
+        self.is_paused = False
         self._has_misused_order = False
         self.has_pieces = False
         self.notes: list[DrawNote] = []
@@ -130,7 +136,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor in _drawn_orders:
             known = Mark(RowPlace(0), is_drawn=True, is_order=True)
             self.refuse(
-                f"an order of rows at {users_line()}",
+                f"an order of rows at {line_of_user()}",
                 "an order that was drawn in an earlier step, whose numbers are those of its rows",
                 "Draw the order in the step that uses it.",
             )
@@ -164,20 +170,15 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sharing = False
         self._has_shared = True
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether operators are currently not part of the step."""
-        return self._is_paused
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Ignore operators and sizes inside the block."""
-        before = self._is_paused, self._sizes.is_paused
-        self._is_paused = self._sizes.is_paused = True
+        before = self.is_paused, self._sizes.is_paused
+        self.is_paused = self._sizes.is_paused = True
         try:
             yield
         finally:
-            self._is_paused, self._sizes.is_paused = before
+            self.is_paused, self._sizes.is_paused = before
 
     # ------------------------------------------------------------------ calls of the user
 
@@ -204,7 +205,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _draw_order(self, name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """Return this rank's part of an order of all rows."""
         assert self._orders is not None
-        line, generator = users_line(), kwargs.get("generator")
+        line, generator = line_of_user(), kwargs.get("generator")
         if generator is None:
             self._compare_state(f"{name} at {line}")
         self._note(f"{name} of rows", [0], RowPlace(0), [0], str(kwargs.get("dtype")), generator, line)
@@ -217,7 +218,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------ operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_paused:
+        if self.is_paused:
             return func(*args, **(kwargs or {}))
         before, self._sizes.is_paused = self._sizes.is_paused, True
         try:
@@ -236,7 +237,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._table.lose_(tensor)
             return func(*args, **kwargs)
         if draws_numbers(func, args, kwargs):
-            return self._draw(func, args, kwargs, tensors, marks)
+            return self._draw(DrawCall(func, args, kwargs), tensors, marks)
         name = operator_name(func)
         if any(mark.is_order for mark in marks) and name not in KEEP_ORDER and torch_compat.graph_task_id() == -1:
             args, kwargs = self._misuse(name, args, kwargs)
@@ -261,7 +262,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse an order that does not select rows, and return arguments with indices of this rank's rows so that the step can finish."""
         self._has_misused_order = True
         self.refuse(
-            f"{name} at {users_line()}",
+            f"{name} at {line_of_user()}",
             "an order of the rows of all ranks that does something else than pick rows",
             _ORDER,
         )
@@ -308,7 +309,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Refuse combining rows with a mean of this rank's draws, which in one process is a mean over the rows of all ranks."""
         if torch_compat.graph_task_id() == -1:
             self.refuse(
-                f"{name} at {users_line()}",
+                f"{name} at {line_of_user()}",
                 "a sum or mean over this rank's rows of draws, which goes back to the rows",
                 "Take means of draws within a row, or over the rows of all ranks (global_mean).",
             )
@@ -327,13 +328,13 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if any(mark.is_drawn for mark in marks):
             self.refuse(
-                f"{name} at {users_line()}",
+                f"{name} at {line_of_user()}",
                 "an operator that takes a draw, and that may mix or reorder rows, whose partners are on other ranks",
                 _MIXES,
             )
         elif self._has_shared and name in _REORDERS:
             self.refuse(
-                f"{name} at {users_line()}",
+                f"{name} at {line_of_user()}",
                 "rows that are picked or reordered in a step that draws numbers for all rows, while their partners are on other ranks",
                 _MIXES,
             )
@@ -377,10 +378,10 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ draws
 
-    def _draw(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], marks: list[Mark]) -> Any:
-        name = operator_name(func)
-        line = users_line()
-        generator = kwargs.get("generator")
+    def _draw(self, call: DrawCall, tensors: Sequence[Tensor], marks: list[Mark]) -> Any:
+        name = call.name
+        line = line_of_user()
+        generator = call.kwargs.get("generator")
         if generator is None:
             self._compare_state(f"{name} at {line}")
         elif self._is_piece:
@@ -392,20 +393,20 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = str(tensors[0].dtype)
             order = memory_order(tensors[0])
         else:
-            shape = shape_drawn(func, args, kwargs) or []
-            dtype = str(kwargs.get("dtype"))
+            shape = call.shape
+            dtype = str(call.kwargs.get("dtype"))
             order = list(range(len(shape)))
-        place = self._place_drawn(name, func, tensors, marks, shape, line)
+        place = self._place_drawn(name, tensors, marks, shape, line)
         order = [dim for dim in order if shape[dim] != 1]
         self._note(name, shape, place, order, dtype, generator, line)
-        result = self._run(func, args, kwargs, place, line)
+        result = self._run(call, place, line)
         for output in tensors_in(result):
             self._table.write_(output, Mark(place, is_drawn=name != "native_dropout"))
         self.note_state()
         return result
 
     def _place_drawn(
-        self, name: str, func: Any, tensors: Sequence[Tensor], marks: Sequence[Mark], shape: Sequence[int], line: str
+        self, name: str, tensors: Sequence[Tensor], marks: Sequence[Mark], shape: Sequence[int], line: str
     ) -> RowPlace | None:
         """Return the position of the rows in a draw, or None for a draw that is equal for all rows. Records a refusal if uncertain."""
         what = f"{name} of shape {tuple(map(int, shape))} at {line}"
@@ -449,14 +450,14 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         return places.pop()
 
-    def _run(self, func: Any, args: Any, kwargs: Any, place: RowPlace | None, line: str) -> Any:
+    def _run(self, call: DrawCall, place: RowPlace | None, line: str) -> Any:
         if place is None:
-            return func(*args, **kwargs)
+            return call.run()
         try:
-            return self._draw_part(func, args, kwargs, place, self._rows)
+            return self._draw_part(call, place, self._rows)
         except CannotDrawError as error:
-            self.refuse(f"{operator_name(func)} at {line}", error.got, error.fix)
-            return func(*args, **kwargs)
+            self.refuse(f"{call.name} at {line}", error.got, error.fix)
+            return call.run()
 
     def _compare_state(self, where: str) -> None:
         """Refuse draws that were not made by an operator."""
@@ -474,7 +475,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _refuse_reading(self, name: str) -> None:
         self.refuse(
-            f"{name} at {users_line()}",
+            f"{name} at {line_of_user()}",
             "draws that become numbers of Python or numpy, which cannot be followed",
             _LOG,
         )

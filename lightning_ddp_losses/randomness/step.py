@@ -116,8 +116,8 @@ class RandomStep(StepDraws):
         Communication: one handshake. One more if a rank has zero rows, or if ranks differ.
         """
         states = own_states()
-        digests = self._draws.digest() + digest_of(states)
-        payload = _HAS_REFUSAL.pack(bool(self._draws.refusals)) + digests
+        digests = self.draws.digest() + digest_of(states)
+        payload = _HAS_REFUSAL.pack(bool(self.draws.refusals)) + digests
         payloads = handshake.all_gather(f"the end of {_TITLE}", {}, payload, group=self._group)
         if any(_HAS_REFUSAL.unpack_from(each)[0] for each in payloads):
             self._raise_refusals()
@@ -135,7 +135,7 @@ class RandomStep(StepDraws):
 
     def _raise_refusals(self) -> None:
         """Raise the first refusal of the lowest rank that has one. Communication: one handshake."""
-        payload = json.dumps(self._draws.refusals[:1]).encode()
+        payload = json.dumps(self.draws.refusals[:1]).encode()
         payloads = handshake.all_gather(f"refusals of {_TITLE}", {}, payload, group=self._group)
         found = {rank: Refusal(*each[0]) for rank, each in enumerate(map(json.loads, payloads)) if each}
         first = min(found)
@@ -143,7 +143,7 @@ class RandomStep(StepDraws):
 
     def _raise_other_draws(self, with_rows: Sequence[int]) -> None:
         """Raise an error that names the first draw in which ranks differ. Communication: one handshake."""
-        own = [[note.what, note.line] for note in self._draws.notes]
+        own = [[note.what, note.line] for note in self.draws.notes]
         payload = json.dumps(own).encode()
         payloads = handshake.all_gather(f"draws of {_TITLE}", {}, payload, group=self._group)
         notes = {rank: [DrawNote(*each) for each in json.loads(payloads[rank])] for rank in with_rows}

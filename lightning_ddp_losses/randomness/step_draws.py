@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.randomness.notes import Refusal, users_line
+from lightning_ddp_losses.randomness.notes import Refusal, line_of_user
 from lightning_ddp_losses.randomness.one_row import OneRowDraws
 from lightning_ddp_losses.randomness.places import WITHOUT_ROWS, Mark, RowPlace, Rows
 from lightning_ddp_losses.randomness.row_draws import RowDraws
@@ -40,6 +40,9 @@ class StepDraws:
         draws: Processes the operators of the step.
         draw_part: Draws this rank's part of a draw with rows.
         takes_blocks: Whether an inner block is treated as part of this step instead of raising an error.
+
+    Attributes:
+        draws: Processes the operators of the step, or of the piece that runs now.
     """
 
     def __init__(
@@ -49,14 +52,9 @@ class StepDraws:
         self.rows = rows
         self.draw_part = draw_part
         self._counts = counts
-        self._draws = draws
+        self.draws = draws
         self._local = rows.local
         self._others = self._other_states()
-
-    @property
-    def draws(self) -> RowDraws:
-        """What processes the operators now: those of the step or of a piece."""
-        return self._draws
 
     @property
     def is_active(self) -> bool:
@@ -68,19 +66,11 @@ class StepDraws:
         """Draw for the rows of all ranks inside the block: forward, loss and backward."""
         _active.append(self)
         try:
-            with self._draws.active():
+            with self.draws.active():
                 yield
             self.compare_others("the end of the step")
         finally:
             _active.remove(self)
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context whose operators are not part of the step."""
-        return self._draws.paused()
-
-    def refuse(self, what: str, got: str, fix: str) -> None:
-        """Record a refusal, which all ranks raise at the end of the step."""
-        self._draws.refuse(what, got, fix)
 
     @contextmanager
     def in_piece(self, draws: RowDraws, local: int) -> Iterator[None]:
@@ -90,7 +80,7 @@ class StepDraws:
             draws: Processes the operators of the piece.
             local: Number of rows of the piece.
         """
-        whole, self._draws, self._local = self._draws, draws, local
+        whole, self.draws, self._local = self.draws, draws, local
         self._others = self._other_states()
         _active.append(self)
         try:
@@ -99,7 +89,7 @@ class StepDraws:
             self.compare_others("the end of a piece of microbatched")
         finally:
             _active.remove(self)
-            self._draws, self._local = whole, self.rows.local
+            self.draws, self._local = whole, self.rows.local
 
     def note_others(self) -> None:
         """Take the states of numpy's and Python's generators as declared."""
@@ -108,21 +98,21 @@ class StepDraws:
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Draw numbers that are equal for all rows."""
-        if self._draws.is_paused:
+        if self.draws.is_paused:
             yield
             return
-        self.compare_others(f"shared_draws() at {users_line()}")
+        self.compare_others(f"shared_draws() at {line_of_user()}")
         if 0 in self._counts:
-            self._draws.refuse(
-                f"shared_draws() at {users_line()}",
+            self.draws.refuse(
+                f"shared_draws() at {line_of_user()}",
                 f"ranks with {self._counts} rows: a rank without rows is at another place in the sequence of random numbers",
                 "Give each rank rows, or draw the number before the block.",
             )
-        self._draws.begin_sharing()
+        self.draws.begin_sharing()
         try:
             yield
         finally:
-            self._draws.end_sharing()
+            self.draws.end_sharing()
             self.note_others()
 
     def mark(self, tensor: Tensor, dim: int | None) -> None:
@@ -137,15 +127,7 @@ class StepDraws:
                     fix="Name the dimension of the rows.",
                 )
             mark = Mark(RowPlace(dim % tensor.ndim))
-        self._draws.mark(tensor, mark)
-
-    def keep_rows(self, rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a layer over the rows of all ranks outside of this step. Its result has rows where a tensor has them."""
-        mark = self._draws.mark_of_own(rows)
-        with self._draws.paused():
-            result = compute()
-        self._draws.mark(result, mark)
-        return result
+        self.draws.mark(tensor, mark)
 
     def _other_states(self) -> bytes:
         states = own_states()
@@ -155,7 +137,7 @@ class StepDraws:
         """Record a refusal if numpy's or Python's generator has been used without a declaration."""
         if self._other_states() == self._others:
             return
-        self._draws.refuse(
+        self.draws.refuse(
             f"numpy's or Python's generator before {where}",
             "numbers of which nobody has said whether they belong to rows",
             "Draw numbers that all rows share in a block shared_draws(), and numbers of rows with torch.",
@@ -172,7 +154,11 @@ def keep_rows(rows: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     step = active_step()
     if step is None:
         return compute()
-    return step.keep_rows(rows, compute)
+    mark = step.draws.mark_of_own(rows)
+    with step.draws.paused():
+        result = compute()
+    step.draws.mark(result, mark)
+    return result
 
 
 def active_step() -> StepDraws | None:
@@ -189,7 +175,7 @@ def beside_the_step() -> Iterator[None]:
     if step is None:
         yield
         return
-    with step.paused():
+    with step.draws.paused():
         yield
 
 

@@ -82,7 +82,7 @@ class TrainingSteps:
                 return
             self._step = RandomStep(batch, planned=planned, takes_blocks=self._takes_blocks, by_row=self._by_row)
             if has_drawn:
-                self._step.refuse(
+                self._step.draws.refuse(
                     "torch's, numpy's or Python's generator between a batch and its training_step",
                     "numbers that a hook has drawn outside of the step, such as an augmentation in on_after_batch_transfer",
                     "Draw in training_step, in the data set, or from a generator of your own.",

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import torch_compat
+from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.randomness.places import (
     RowPlace,
     Rows,
@@ -25,8 +26,67 @@ from lightning_ddp_losses.randomness.places import (
     put_own_,
     whole_shape,
 )
+from lightning_ddp_losses.randomness.twin_table import map_call
 
-Draw: TypeAlias = "Callable[[Any, tuple[Any, ...], dict[str, Any], RowPlace, Rows], Any]"
+
+class DrawCall(NamedTuple):
+    """A call of an operator that draws.
+
+    Attributes:
+        function: Operator of aten.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the operator."""
+        return operator_name(self.function)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors among the arguments."""
+        return tensors_in((self.args, self.kwargs))
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape that an operator without tensor arguments draws. Empty if no argument is a shape."""
+        index = self._index_of_size()
+        if index is None:
+            return []
+        return list(self.args[index] if index < len(self.args) else self.kwargs["size"])
+
+    def run(self, *first: Any) -> Any:
+        """Run the operator, with other first positional arguments if they are given."""
+        return self.function(*first, *self.args[len(first) :], **self.kwargs)
+
+    def mapped(self, replace: Callable[[Any], Any]) -> DrawCall:
+        """Return the call with other tensors and numbers."""
+        return DrawCall(self.function, map_call(replace, self.args), map_call(replace, self.kwargs))
+
+    def without_generator(self) -> DrawCall:
+        """Return the call with torch's generator instead of the user's."""
+        kept = {name: value for name, value in self.kwargs.items() if name != "generator"}
+        return self._replace(kwargs=kept)
+
+    def with_size(self, shape: Sequence[int]) -> DrawCall:
+        """Return the call of an operator without tensor arguments, with another shape to draw."""
+        index = self._index_of_size()
+        assert index is not None
+        if index < len(self.args):
+            return self._replace(args=(*self.args[:index], shape, *self.args[index + 1 :]))
+        return self._replace(kwargs={**self.kwargs, "size": shape})
+
+    def _index_of_size(self) -> int | None:
+        names = [argument.name for argument in torch_compat.operator_schema(self.function).arguments]
+        return names.index("size") if "size" in names else None
+
+
+Draw: TypeAlias = "Callable[[DrawCall, RowPlace, Rows], Any]"
 
 
 class CannotDrawError(Exception):
@@ -42,33 +102,31 @@ class CannotDrawError(Exception):
         self.got, self.fix = _REASONS.get(name, ("an operator whose numbers cannot be drawn row by row", _REPLACE))
 
 
-def draw_own_part(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def draw_own_part(call: DrawCall, place: RowPlace, rows: Rows) -> Any:
     """Return this rank's result of an operator that draws.
 
     Args:
-        function: Operator of aten.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        call: The call with this rank's rows.
         place: Position of the rows in the numbers that it draws.
         rows: Rows of this rank among the rows of all ranks.
 
     Raises:
         CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
     """
-    return draw_of(function, args, place)(function, args, kwargs, place, rows)
+    return draw_of(call, place)(call, place, rows)
 
 
-def draw_of(function: Any, args: tuple[Any, ...], place: RowPlace) -> Draw:
+def draw_of(call: DrawCall, place: RowPlace) -> Draw:
     """Return how an operator is drawn for the rows of all ranks.
 
     Raises:
         CannotDrawError: for an operator for which this is impossible.
     """
-    name = operator_name(function)
+    name = call.name
     draw = _DRAWS.get(name)
-    if draw is None and name.endswith("_") and not any(isinstance(value, Tensor) for value in args[1:]):
+    if draw is None and name.endswith("_") and not any(isinstance(value, Tensor) for value in call.args[1:]):
         draw = _fill
-    is_among_rows = name == "multinomial" and place.dim == args[0].ndim - 1
+    is_among_rows = name == "multinomial" and place.dim == call.args[0].ndim - 1
     if draw is None or is_among_rows:
         raise CannotDrawError(name)
     return draw
@@ -78,26 +136,6 @@ def draw_of(function: Any, args: tuple[Any, ...], place: RowPlace) -> Draw:
 def operator_name(function: Any) -> str:
     """Return the name of an operator of aten, such as ``bernoulli_``."""
     return str(torch_compat.operator_schema(function).name).partition("::")[2]
-
-
-def shape_drawn(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """Return the shape that an operator without tensor arguments draws, or None if no argument is a shape."""
-    schema = torch_compat.operator_schema(function)
-    for index, argument in enumerate(schema.arguments):
-        if argument.name == "size":
-            return list(args[index] if index < len(args) else kwargs["size"])
-    return None
-
-
-def with_size(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Sequence[int]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an operator without tensor arguments, with another shape to draw."""
-    schema = torch_compat.operator_schema(function)
-    index = [argument.name for argument in schema.arguments].index("size")
-    if index < len(args):
-        return (*args[:index], shape, *args[index + 1 :]), kwargs
-    return args, {**kwargs, "size": shape}
 
 
 _NAMES_OF_CHOICES = {"_fused_sdp_choice"}  # torch marks it as drawing, although it does not draw
@@ -110,12 +148,9 @@ def is_random(function: Any) -> bool:
 
 
 def draws_numbers(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator draws random numbers in this call."""
-    return is_random(function) and not _draws_nothing(function, args, kwargs)
-
-
-def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator does not draw in this call, because of its dropout rate or because it is in evaluation mode."""
+    """Return whether an operator draws random numbers in this call. A dropout rate of 0 and evaluation mode prevent it."""
+    if not is_random(function):
+        return False
     schema = torch_compat.operator_schema(function)
     named = {argument.name: index for index, argument in enumerate(schema.arguments)}
     for name, idle in (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False)):
@@ -125,8 +160,8 @@ def _draws_nothing(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         default = schema.arguments[index].default_value
         value = args[index] if index < len(args) else kwargs.get(name, default)
         if value is not None and value == idle:
-            return True
-    return False
+            return False
+    return True
 
 
 _REPLACE = "Replace the operator, or run it outside of the block, where each rank draws its own numbers."
@@ -161,68 +196,59 @@ _REASONS = {
 # ---------------------------------------------------------------------- kinds of operators
 
 
-def _fill(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def _fill(call: DrawCall, place: RowPlace, rows: Rows) -> Tensor:
     """Draw in place: ``normal_``, ``uniform_``, ``bernoulli_``, ``exponential_`` and the like."""
-    tensor = args[0]
-    whole = function(empty_whole(tensor, place, rows.total), *args[1:], **kwargs)
+    tensor: Tensor = call.args[0]
+    whole = call.run(empty_whole(tensor, place, rows.total))
     return tensor.copy_(own_part(whole, place, rows))
 
 
-def _fill_by_rate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def _fill_by_rate(call: DrawCall, place: RowPlace, rows: Rows) -> Tensor:
     """Draw in place with a tensor of rates: ``bernoulli_(p)``."""
-    if len(args) < 2 or not isinstance(args[1], Tensor):
-        return _fill(function, args, kwargs, place, rows)
-    tensor = args[0]
-    rates = _filled(args[1].expand_as(tensor), 0.0, place, rows)
-    whole = function(empty_whole(tensor, place, rows.total), rates, *args[2:], **kwargs)
+    if len(call.args) < 2 or not isinstance(call.args[1], Tensor):
+        return _fill(call, place, rows)
+    tensor: Tensor = call.args[0]
+    rates = _filled(call.args[1].expand_as(tensor), 0.0, place, rows)
+    whole = call.run(empty_whole(tensor, place, rows.total), rates)
     return tensor.copy_(own_part(whole, place, rows))
 
 
-def _like(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def _like(call: DrawCall, place: RowPlace, rows: Rows) -> Tensor:
     """Draw the shape of a tensor: ``rand_like``, ``randn_like``, ``randint_like``."""
-    like = torch.empty_like(args[0])  # a view of part of a tensor may not be dense, but the result is
-    whole = function(empty_whole(like, place, rows.total), *args[1:], **kwargs)
-    return own_part(whole, place, rows)
+    like = torch.empty_like(call.args[0])  # a view of part of a tensor may not be dense, but the result is
+    return own_part(call.run(empty_whole(like, place, rows.total)), place, rows)
 
 
-def _of_shape(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def _of_shape(call: DrawCall, place: RowPlace, rows: Rows) -> Tensor:
     """Draw a given shape: ``rand``, ``randn``, ``randint``, ``normal``."""
-    shape = shape_drawn(function, args, kwargs)
-    assert shape is not None
-    args, kwargs = with_size(function, args, kwargs, whole_shape(shape, place, rows.total))
-    return own_part(function(*args, **kwargs), place, rows).clone()
+    of_all = call.with_size(whole_shape(call.shape, place, rows.total))
+    return own_part(of_all.run(), place, rows).clone()
 
 
-def _by_rate(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
-    """Draw one number for each rate: ``bernoulli``."""
-    whole = function(_filled(args[0], 0.0, place, rows), *args[1:], **kwargs)
+def _by_values(filler: float, call: DrawCall, place: RowPlace, rows: Rows) -> Tensor:
+    """Draw one number for each rate (``bernoulli``), or from the weights of each row (``multinomial``)."""
+    whole = call.run(_filled(call.args[0], filler, place, rows))
     return own_part(whole, place, rows)
 
 
-def _by_weight(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
-    """Draw from the weights of each row: ``multinomial``."""
-    whole = function(_filled(args[0], 1.0, place, rows), *args[1:], **kwargs)
-    return own_part(whole, place, rows)
-
-
-def _normal(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def _normal(call: DrawCall, place: RowPlace, rows: Rows) -> Tensor:
     """Draw with tensors of means or deviations: ``normal``."""
-    tensors = [value for value in args[:2] if isinstance(value, Tensor)]
+    tensors = [value for value in call.args[:2] if isinstance(value, Tensor)]
     shape = torch.broadcast_tensors(*tensors)[0].shape  # type: ignore[no-untyped-call]
     wholes = []
-    for value, filler in zip(args[:2], (0.0, 1.0), strict=True):
+    for value, filler in zip(call.args[:2], (0.0, 1.0), strict=True):
         whole = value
         if isinstance(value, Tensor):
             whole = _filled(value.expand(shape), filler, place, rows)
         wholes.append(whole)
-    return own_part(function(*wholes, *args[2:], **kwargs), place, rows)
+    return own_part(call.run(*wholes), place, rows)
 
 
-def _dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: RowPlace, rows: Rows) -> Any:
+def _dropout(call: DrawCall, place: RowPlace, rows: Rows) -> tuple[Tensor, Tensor]:
     """Draw the mask of all rows in one kernel, and drop from this rank's rows: ``native_dropout``."""
-    tensor, rate = args[0], args[1]
+    tensor, rate = call.args[:2]
     whole = empty_whole(tensor, place, rows.total).fill_(1)
-    _, mask = function(whole, rate, True)
+    _, mask = call.function(whole, rate, True)
     own = own_part(mask, place, rows)
     scale = 0.0
     if rate < 1:
@@ -245,8 +271,8 @@ _DRAWS: dict[str, Draw] = {
     "rand": _of_shape,
     "randn": _of_shape,
     "randint": _of_shape,
-    "bernoulli": _by_rate,
-    "multinomial": _by_weight,
+    "bernoulli": functools.partial(_by_values, 0.0),
+    "multinomial": functools.partial(_by_values, 1.0),
     "normal": _normal,
     "native_dropout": _dropout,
 }

@@ -17,7 +17,7 @@ from lightning_ddp_losses.callbacks.facts.fact import Columns
 from lightning_ddp_losses.callbacks.facts.rules import draw_same
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.fingerprint import hash_text
-from lightning_ddp_losses.randomness.notes import arguments_by_name, users_line
+from lightning_ddp_losses.randomness.notes import arguments_by_name, line_of_user
 from lightning_ddp_losses.randomness.shared_states import device_of_draws, torch_states
 from lightning_ddp_losses.randomness.step_draws import active_step
 
@@ -114,4 +114,4 @@ class RowNoise(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = torch_compat.operator_schema(func).name.removeprefix("aten::")
         sizes = ", ".join(map(str, ["rows", *shape]))
         self.content = hash_text(f"{state} {operator} {shape} {result.dtype}")
-        self.text = f"`{operator}` of ({sizes}) in {users_line()}"
+        self.text = f"`{operator}` of ({sizes}) in {line_of_user()}"
