@@ -112,6 +112,17 @@ def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[
     return undo
 
 
+def _call_before(owner: Any, name: str, before: Callable[..., object]) -> Callable[[], object]:
+    """Call a function before each call of a method, with the same arguments. Return a function that undoes it."""
+    method = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return _patch(owner, name, both)
+
+
 def mark_sigterm_(trainer: Any) -> None:
     """Let Lightning end the run after this batch, as after SIGTERM."""
     trainer._signal_connector.received_sigterm = True
@@ -175,15 +186,12 @@ def replace_training_loaders(trainer: Any, replacement: Callable[[object], objec
 
 def before_batch_hooks(trainer: Any, function: Callable[[], object]) -> Callable[[], object]:
     """Call a function between the loading of each batch and the module's or data module's hooks of the batch. Returns the undo function."""
-    selector = trainer._data_connector._datahook_selector
-    get_instance = selector.get_instance
 
-    def wrapped(hook_name: str) -> Any:
+    def before(hook_name: str) -> None:
         if hook_name == "on_before_batch_transfer":  # the first of them
             function()
-        return get_instance(hook_name)
 
-    return _patch(selector, "get_instance", wrapped)
+    return _call_before(trainer._data_connector._datahook_selector, "get_instance", before)
 
 
 def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
@@ -385,8 +393,6 @@ def _surround_evaluation(
     loop: Any, before: Callable[[Any], object], after: Callable[[Any], object]
 ) -> list[Callable[[], object]]:
     """Call back around the batches of one loop. Return the functions that undo it."""
-    reset, on_run_end = loop.reset, loop.on_run_end
-    store: Callable[[], object] = getattr(loop, "_store_dataloader_outputs", lambda: None)  # predictions have none
     is_over = False
 
     def end_once() -> None:
@@ -395,23 +401,15 @@ def _surround_evaluation(
             is_over = True
             after(loop)
 
-    def reset_after_before() -> None:
+    def begin() -> None:
         nonlocal is_over
         is_over = False
         before(loop)
-        reset()
 
-    def store_after_end() -> None:
-        if _is_one_run(loop):
-            end_once()
-        store()
-
-    def end_after_end() -> Any:
-        end_once()
-        return on_run_end()
-
-    replaced = {"reset": reset_after_before, "on_run_end": end_after_end, "_store_dataloader_outputs": store_after_end}
-    return [_patch(loop, name, function) for name, function in replaced.items()]
+    undo = [_call_before(loop, "reset", begin), _call_before(loop, "on_run_end", end_once)]
+    if hasattr(loop, "_store_dataloader_outputs"):  # predictions have none
+        undo.append(before_epoch_values(loop, end_once))
+    return undo
 
 
 def _is_one_run(loop: Any) -> bool:
@@ -427,14 +425,12 @@ def before_epoch_values(loop: Any, function: Callable[[], object]) -> Callable[[
     Returns:
         A function that undoes it.
     """
-    store = loop._store_dataloader_outputs
 
-    def store_after_function() -> None:
+    def before() -> None:
         if _is_one_run(loop):
             function()
-        store()
 
-    return _patch(loop, "_store_dataloader_outputs", store_after_function)
+    return _call_before(loop, "_store_dataloader_outputs", before)
 
 
 def before_training_epoch_end(trainer: Any, function: Callable[[], object]) -> Callable[[], object]:
@@ -464,14 +460,12 @@ def before_evaluation_epoch_end(trainer: Any, function: Callable[[], object]) ->
 
 def before_reading_epoch(results: Any, function: Callable[[], object]) -> Callable[[], object]:
     """Call a function before epoch values of logged results are read, which reduces them. Return a function that undoes it."""
-    metrics = results.metrics
 
-    def metrics_after_function(on_step: bool) -> Any:
+    def before(on_step: bool) -> None:
         if not on_step:
             function()
-        return metrics(on_step)
 
-    return _patch(results, "metrics", metrics_after_function)
+    return _call_before(results, "metrics", before)
 
 
 def after_new_log(results: Any, function: Callable[[str, Any], object]) -> Callable[[], object]:

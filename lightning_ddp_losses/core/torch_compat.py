@@ -281,15 +281,16 @@ def note_calls(cls: type, name: str, note: Callable[[Any], None]) -> None:
     setattr(cls, name, noting)
 
 
-def foreign_comm_hooks(ddp: DistributedDataParallel) -> list[str]:
-    """Return the names of the communication hooks of a DDP whose result nobody knows: they are not torch's, and do not declare a mean.
+def foreign_comm_hook(ddp: DistributedDataParallel) -> str:
+    """Describe the communication hook of a DDP whose result nobody knows: it is not torch's, and does not declare a mean. Empty if none.
 
     torch keeps them under a private name (2.13). A hook declares a mean by an attribute ``reduces = "mean"``.
     """
-    hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
     known = ("torch.", f"{__name__.partition('.')[0]}.")
-    unknown = [hook for hook in hooks if not hook.__module__.startswith(known)]
-    return [hook.__qualname__ for hook in unknown if getattr(hook, "reduces", None) != "mean"]
+    for hook, _ in getattr(ddp, "_comm_hooks", ()):
+        if not hook.__module__.startswith(known) and getattr(hook, "reduces", None) != "mean":
+            return f"comm hook {hook.__qualname__} of DistributedDataParallel"
+    return ""
 
 
 def local_parts(module: nn.Module) -> list[Tensor]:

@@ -282,7 +282,7 @@ class AccumulationWindow:
             term.is_together |= "once" in kinds or term.expected_total is not None
         means = [term.expected_mean for term in terms]
         values = [mean for mean in means if mean is not None]
-        call = WindowCall(shown, self.number, parts, terms, values if len(values) == len(parts) else None)
+        call = WindowCall(shown, parts, terms, values if len(values) == len(parts) else None)
         is_lone = "once" in kinds and "mean" not in kinds  # the micro-batch that includes it is chosen in backward
         if self.gives_shares and not is_lone:
             self._weigh_(call)

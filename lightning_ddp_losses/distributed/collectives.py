@@ -423,13 +423,12 @@ def gather_with_grad(
         backward: Gradient mode, as in ``all_gather_with_grad``.
         group: Process group. None is the world.
     """
-    if backward == "sum":
-        run_backward = partial(_rows_of_sum, BackwardExchange(what, group), counts)
-    else:
+    if backward == "own_slice":
         rank = process_groups.rank(group)
         places = [(i, sum(rows[:rank]), rows[rank]) for i, rows in enumerate(counts)]
-        run_backward = partial(_own_slices, process_groups.world_size(group), places, [t.shape for t in tensors])
-    gathered: tuple[Tensor, ...] = _Exchanged.apply(whole, run_backward, backward == "sum", *tensors)  # type: ignore[no-untyped-call]
+        return own_slices_with_grad(whole, tensors, places, group=group)
+    run_backward = partial(_rows_of_sum, BackwardExchange(what, group), counts)
+    gathered: tuple[Tensor, ...] = _Exchanged.apply(whole, run_backward, True, *tensors)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -129,7 +129,7 @@ def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
     """
     if scale is None:
         if value.requires_grad and other_reductions.noted:
-            _refuse_guess(reduction_to_match().get(_UNDECLARED, ""))
+            _refuse_guess()
         scale = getattr(current_reduction(), "scale", 1.0)
     if scale == 1.0 or not value.requires_grad:
         return value
@@ -151,10 +151,9 @@ def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientR
     for path, module in modules:
         if isinstance(module, DistributedDataParallel):
             ranks = process_groups.members(module.process_group)
-            hook = next(iter(torch_compat.foreign_comm_hooks(module)), None)
-            divisor = float(len(ranks)) if hook is None else None
-            source = "DistributedDataParallel" if hook is None else f"comm hook {hook} of DistributedDataParallel"
-            found[path] = GradientReduction(divisor, ranks, source)
+            hook = torch_compat.foreign_comm_hook(module)
+            divisor = None if hook else float(len(ranks))
+            found[path] = GradientReduction(divisor, ranks, hook or "DistributedDataParallel")
         elif isinstance(module, FSDPModule):
             for each in _of_sharded(module, path):
                 found[path] = each
@@ -213,7 +212,7 @@ def chosen_reduction(
         model = gradient_reduction_of(module.named_modules())
     if model is None and reduces == "auto":
         if has_graph and module is None and other_reductions.noted:
-            _refuse_guess(reduction_to_match().get(_UNDECLARED, ""))
+            _refuse_guess()
         return None
     ranks = process_groups.members(group)
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):
@@ -251,10 +250,11 @@ def reduction_to_match() -> dict[str, str]:
     return {_UNDECLARED: other} if other else {}
 
 
-def _refuse_guess(other: str) -> None:
+def _refuse_guess() -> None:
     """Reject a gradient that is computed for a mean, if some module of this process is reduced in another way."""
+    other = reduction_to_match().get(_UNDECLARED)
     expect(
-        not other,
+        other is None,
         "reduces",
         expected='the model, as module=, or its reduction: "mean", "sum", or a number',
         got=f'"auto" without them, next to {other}',

@@ -16,9 +16,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.handshake import ChannelName
 from lightning_ddp_losses.distributed.messages import Agreement
-from lightning_ddp_losses.distributed.process_groups import Group
 
 Notes: TypeAlias = "dict[str, list[bytes]]"
 """The notes of all ranks: by name, in rank order."""
@@ -27,16 +25,9 @@ _SIZE = struct.Struct("<I")  # size of a note, stored in front of it
 
 
 class Ledger:
-    """The notes of this rank that are pending until the next meeting.
+    """The notes of this rank that are pending until the next meeting of all ranks."""
 
-    Args:
-        group: Process group. None is the world.
-        channel: Internal group that carries the meetings.
-    """
-
-    def __init__(self, group: Group = None, channel: ChannelName = "handshakes") -> None:
-        self._group = group
-        self._channel: ChannelName = channel
+    def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
 
     def post(self, name: str, note: bytes) -> None:
@@ -62,7 +53,7 @@ class Ledger:
         notes, self._notes = self._notes, {}
         own = b"".join(map(sized, notes.values()))
         must_match = {**must_match, "notes": ", ".join(notes)}
-        payloads = handshake.all_gather(place, must_match, own, group=self._group, channel=self._channel)
+        payloads = handshake.all_gather(place, must_match, own)
         by_name = zip(*map(read_sized, payloads), strict=True)
         return {name: list(of_ranks) for name, of_ranks in zip(notes, by_name, strict=True)}
 

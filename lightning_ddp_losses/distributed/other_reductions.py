@@ -50,8 +50,7 @@ def _others() -> set[str]:
 def _described(module: nn.Module) -> str:
     """Return the reduction of one module, or an empty text for a mean."""
     if isinstance(module, DistributedDataParallel):
-        hook = next(iter(torch_compat.foreign_comm_hooks(module)), None)
-        return "" if hook is None else f"comm hook {hook} of DistributedDataParallel"
+        return torch_compat.foreign_comm_hook(module)
     if isinstance(module, FSDPModule):
         for factor, _, mesh, _ in torch_compat.sharded_reductions(module):
             if factor is not None and factor != len(process_groups.mesh_ranks(mesh)):

@@ -102,7 +102,6 @@ class WindowCall:
 
     Attributes:
         title: Title of the loss in messages.
-        micro_batch: Number of its micro-batch. None if the program does not declare any.
         parts: Parts of its value, over all ranks.
         terms: The term of each part.
         values: Value of each part in the whole window, if ``totals`` were given, otherwise None.
@@ -114,7 +113,6 @@ class WindowCall:
     """
 
     title: str
-    micro_batch: int | None
     parts: Sequence[WindowPart]
     terms: Sequence[Term]
     values: list[float] | None = None

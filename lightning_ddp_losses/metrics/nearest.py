@@ -177,9 +177,7 @@ class GalleryPart:
         found = self._none(n, 0)
         for columns, scores in self._tiles(queries):
             best, places = best_columns(scores, min(k, scores.shape[1]))
-            numbers = self._numbers[places + columns.start]
-            numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
-            found = found.merged(Nearest(best, numbers), k)
+            found = found.merged(self._numbered(best, places + columns.start), k)
         missing = k - found.scores.shape[1]
         return self._none(n, missing).merged(found, k) if missing else found
 
@@ -189,9 +187,7 @@ class GalleryPart:
         for columns, scores in self._tiles(queries):
             scores.masked_fill_(self._labels[columns] != queries.labels.unsqueeze(1), -torch.inf)
             best, places = scores.max(1, keepdim=True)  # the first one if several are equal
-            numbers = self._numbers[places + columns.start]
-            numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
-            found = found.merged(Nearest(best, numbers), 1)
+            found = found.merged(self._numbered(best, places + columns.start), 1)
         return found
 
     def count_nearer(self, queries: Queries, than: Nearest) -> Tensor:
@@ -203,6 +199,10 @@ class GalleryPart:
             is_nearer &= self._labels[columns] != queries.labels.unsqueeze(1)
             found += is_nearer.sum(1, keepdim=True)
         return found
+
+    def _numbered(self, scores: Tensor, columns: Tensor) -> Nearest:
+        """Return columns with their numbers."""
+        return Nearest(scores, self._numbers[columns].masked_fill(scores == -torch.inf, ABSENT))
 
     def _none(self, n: int, k: int) -> Nearest:
         """Return results (n, k) without rows."""

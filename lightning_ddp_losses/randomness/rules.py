@@ -299,16 +299,15 @@ def _product(first: str, second: str) -> Rule:
     return rule
 
 
-def _of_first_dim(argument: str, *without: int) -> Rule:
+def _of_first_dim(*without: int) -> Rule:
     """Return the rule of a layer that processes each row of dimension 0 separately.
 
     Args:
-        argument: Name of its input, which is the only argument with rows.
         without: Indices of results without rows.
     """
 
     def rule(call: OperatorCall) -> Places:
-        place = call.needed_place(argument)
+        place = call.needed_place("input")
         if place.dim != 0:
             raise LostRowsError
         return [None if number in without else place for number in range(len(call.outputs))]
@@ -449,8 +448,8 @@ _RULES: dict[str, Rule] = {
     **_table(_product("self", "mat2"), "mm", "bmm"),
     **_table(_product("mat1", "mat2"), "addmm"),
     **_table(_product("batch1", "batch2"), "baddbmm"),
-    **_table(_of_first_dim("input"), "convolution", "native_group_norm"),
-    **_table(_of_first_dim("input", 1, 2, 3, 4), "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
+    **_table(_of_first_dim(), "convolution", "native_group_norm"),
+    **_table(_of_first_dim(1, 2, 3, 4), "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"),
     **_table(_recurrent, "mkldnn_rnn_layer"),
     **_table(_pooled, "max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_avg_pool2d"),
     **_table(_pooled, "upsample_nearest2d", "upsample_bilinear2d", "reflection_pad2d", "replication_pad2d"),

@@ -226,6 +226,21 @@ def as_combined(given: Any, kind: type[CombinedLoader], **members: Any) -> Combi
     return loader
 
 
+def replace_training_loader(part: FitPart, kind: type[CombinedLoader], **members: Any) -> None:
+    """Make the training loader an object of a further class in each fit, until the part undoes it.
+
+    Args:
+        part: Part of the strategy that needs the class.
+        kind: The class.
+        members: Its class attributes.
+    """
+
+    def replacement(request: Callable[[], Any]) -> CombinedLoader:
+        return as_combined(request(), kind, **members)
+
+    part.undo.callback(lightning_compat.replace_training_source(part.fit.trainer, replacement))
+
+
 class CommonEnds(CombinedLoader):
     """A combined loader that ends on every rank at the same batch. The class of a fit's own is made of this one and the user's.
 

@@ -486,7 +486,7 @@ class LossHooks(HostStrategy):
         if self._losses.is_alone:
             return
         if self._meets_by_name():
-            named_calls.meet_at_barrier()
+            named_calls.meet_in("strategy.barrier", {})
         super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # of the strategy behind this class
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -494,13 +494,13 @@ class LossHooks(HostStrategy):
         if self._losses.is_alone:
             return obj
         if self._meets_by_name():
-            named_calls.meet_to_broadcast(src)
+            named_calls.meet_in("strategy.broadcast", {"src": src})
         return super().broadcast(obj, src)  # type: ignore[safe-super]  # as above
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, or raise an error on every rank if some rank does not call this or shapes differ."""
         if self._meets_by_name(group):
-            named_calls.meet_to_gather(tensor)
+            named_calls.meet_in("strategy.all_gather", named_calls.layout_of(tensor))
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         return gathered
 

@@ -35,37 +35,24 @@ def meet_to_save() -> None:
     frames = [*callers(inspect.currentframe())]
     is_saving = any(map(lightning_compat.is_saving_frame, frames))
     if is_saving and not any(map(lightning_compat.is_signal_frame, frames)):
-        _meet_in("trainer.save_checkpoint")
+        meet_in("trainer.save_checkpoint", {})
 
 
 def meet_to_reduce(tensor: Tensor, reduce_op: object) -> None:
     """Meet before a value is reduced, with its name if it was logged for an epoch."""
-    must_match = {**_layout(tensor), "reduce_op": reduce_op}
+    must_match = {**layout_of(tensor), "reduce_op": reduce_op}
     logged = logged_value([*callers(inspect.currentframe())])
     if logged is None:
-        _meet_in("strategy.reduce", must_match)
+        meet_in("strategy.reduce", must_match)
     else:
         handshake.meet_by_name(logged, must_match)
 
 
-def meet_to_gather(tensor: Tensor) -> None:
-    """Meet before tensors of one shape are gathered."""
-    _meet_in("strategy.all_gather", _layout(tensor))
+def meet_in(operation: str, must_match: dict[str, object]) -> None:
+    """Meet before a call of the program, at its line."""
+    handshake.meet_by_name(ProgramCall(operation, users_line(inspect.currentframe())), must_match)
 
 
-def meet_to_broadcast(source: int) -> None:
-    """Meet before one rank's object is sent to all."""
-    _meet_in("strategy.broadcast", {"src": source})
-
-
-def meet_at_barrier() -> None:
-    """Meet at a barrier."""
-    _meet_in("strategy.barrier")
-
-
-def _meet_in(operation: str, must_match: dict[str, object] | None = None) -> None:
-    handshake.meet_by_name(ProgramCall(operation, users_line(inspect.currentframe())), must_match or {})
-
-
-def _layout(tensor: Tensor) -> dict[str, object]:
+def layout_of(tensor: Tensor) -> dict[str, object]:
+    """Return what ranks compare of a tensor that is reduced or gathered."""
     return {"shape": tuple(tensor.shape), "dtype": tensor.dtype}

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -51,7 +51,7 @@ from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.samplers.global_draw import GlobalDraw
-from lightning_ddp_losses.strategies.epoch_ends import as_combined
+from lightning_ddp_losses.strategies.epoch_ends import replace_training_loader
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.windows import TrainedBatches, batches_of_step, iterator_follows
 
@@ -91,11 +91,7 @@ class Resume(FitPart):
         """Record the states of training loaders at each fetch. ``epoch_ends`` replaces the same loaders, and is set up first."""
         if not self.fit.is_fitting:
             return
-
-        def noting(request: Callable[[], Any]) -> Any:
-            return as_combined(request(), NotingLoader, resume=self)
-
-        self.undo.callback(lightning_compat.replace_training_source(self.fit.trainer, noting))
+        replace_training_loader(self, NotingLoader, resume=self)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Set epoch and place of a training loader's global sampler, before Lightning makes an iterator.
@@ -428,7 +424,7 @@ def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> st
 
 
 class NotingLoader(CombinedLoader):
-    """A fit's combined loader that notes the states of its loaders. ``as_combined`` adds this class to the loader's own class.
+    """A fit's combined loader that notes the states of its loaders. ``replace_training_loader`` adds this class to the loader's own class.
 
     Attributes:
         resume: The fit's.

@@ -23,7 +23,7 @@ from lightning_ddp_losses.distributed.window_end import Note, refuse_failures
 from lightning_ddp_losses.distributed.window_parts import SLOPES, WindowCall
 from lightning_ddp_losses.distributed.window_terms import Counts
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.epoch_ends import as_combined
+from lightning_ddp_losses.strategies.epoch_ends import replace_training_loader
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.window_batches import WindowLoader, counts_first
 
@@ -55,11 +55,7 @@ class LightningWindows(FitPart):
         """Let the batches of a window be read before its first step, if the module counts in them. It is the outermost loader."""
         if not self.fit.is_fitting or not counts_first(self.fit):
             return
-
-        def reading_ahead(request: Callable[[], Any]) -> Any:
-            return as_combined(request(), WindowLoader, fit=self.fit)
-
-        self.undo.callback(lightning_compat.replace_training_source(self.fit.trainer, reading_ahead))
+        replace_training_loader(self, WindowLoader, fit=self.fit)
 
     def on_train_start(self) -> None:
         """Let the notes of windows travel in each call check."""
