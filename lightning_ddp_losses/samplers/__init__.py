@@ -1,8 +1,8 @@
 """Samplers that split the batches of one process over W ranks, and the function that restores a common order of the ranks' rows.
 
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning does not replace, and orders that are derived from the seed
-* ``global_draw``: batches of one process, drawn on every rank without side effects on the sampler or on random numbers, distributed to the
-  ranks, and resumed in the middle of an epoch
+* ``global_draw``: batches of one process, drawn on every rank, distributed to the ranks, and resumed in the middle of an epoch
+* ``seeded_draw``: a draw without side effects on the sampler or on random numbers
 * ``evaluation``: each row of an evaluation on one rank, with the same number of batches on every rank
 * ``predictions``: ``gather_predictions``, the inverse: rows of all ranks in the order of the dataset; ``row_lists``: rows of other shapes
 

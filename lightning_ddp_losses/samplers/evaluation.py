@@ -25,7 +25,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
-from lightning_ddp_losses.samplers.global_draw import draw_digest, draw_seeded, share
+from lightning_ddp_losses.samplers.global_draw import share
+from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded
 
 
 class EvaluationSampler(DistributedSampler[Any]):

@@ -9,7 +9,8 @@
 * ``loss_discovery``: which submodules are losses. ``loss_forward``: precision and checks around each call of a loss, the handshake that
   compares the calls in each backward, losses made global, and losses that the module does not register.
 * ``loss_reducer``: the mean of the losses' gradients after backward.
-* ``epoch_ends``: training epochs that end on every rank at the same batch, and batches for a rank that ran out.
+* ``epoch_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: batches of 0 rows for a rank that ran out,
+  and what a step with such a batch refuses.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops, and its counters. ``window_batches``: batches of a window that are
   read, and counted, before its first step. ``interruptions``: signals, and checkpoints after errors.

@@ -44,7 +44,8 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed
 from lightning_ddp_losses.randomness.layers import layers_that_drop
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
-from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds, name_module
+from lightning_ddp_losses.strategies.empty_batches import name_module
+from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy, LossOptions, has_stable_repr
 from lightning_ddp_losses.strategies.interruptions import Interruptions

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.samplers import GlobalBatchSampler, global_draw
+from lightning_ddp_losses.samplers import GlobalBatchSampler, seeded_draw
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.refusals import Refused, refusals
@@ -396,7 +396,7 @@ def test_an_epoch_that_is_set_again_is_drawn_again() -> None:
 
 
 def test_a_large_array_that_is_shuffled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(global_draw, "_MAX_COPIED", 16)
+    monkeypatch.setattr(seeded_draw, "_MAX_COPIED", 16)
     with pytest.raises(ConfigurationError, match="unchanged by drawing"):
         list(GlobalBatchSampler.batches(CASES["shuffles itself"].make(), 9, seed=SEED))
     assert list(GlobalBatchSampler.batches(CASES["m per class"].make(), 12, seed=SEED))
@@ -429,7 +429,7 @@ def test_what_a_sampler_does_to_its_containers_is_undone() -> None:
     }
     sampler = RandomSampler(range(3))
     vars(sampler).update(held)
-    with global_draw.preserve_shuffled(sampler):
+    with seeded_draw.preserve_shuffled(sampler):
         held["deque"].rotate()
         held["set"].clear()
         held["dict"]["a"].reverse()
