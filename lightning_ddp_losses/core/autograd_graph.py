@@ -48,7 +48,7 @@ def own_graph() -> Iterator[None]:
     that have a tile.
     """
     with torch.enable_grad():
-        if not torch_compat.has_saved_tensor_hooks():
+        if not torch_compat.are_saved_tensors_hooked():
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):

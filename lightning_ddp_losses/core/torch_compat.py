@@ -100,8 +100,11 @@ def is_write(operator: Any) -> bool:
 
 
 def are_saved_tensors_hooked() -> bool:
-    """Return whether a block, as a checkpoint, handles what autograd saves. It has no public reader."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Return whether hooks take what graphs save (checkpoint, ``save_on_cpu``). Torch shows that by a private name only (2.13)."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    except (AttributeError, TypeError, RuntimeError):
+        return True
 
 
 def compiled_modules() -> list[Any]:
@@ -478,14 +481,6 @@ def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
         AttributeError, RuntimeError, TypeError: for a backend without futures.
     """
     torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(callback)
-
-
-def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks take what graphs save (checkpoint, ``save_on_cpu``). Torch shows that by a private name only (2.13)."""
-    try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    except (AttributeError, TypeError, RuntimeError):
-        return True
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

@@ -92,18 +92,16 @@ class GradientReduction:
         return f"{divided} over {len(self.ranks)} ranks ({self.source})"
 
 
-def _unknown() -> GradientReduction | None:
-    """Default reduction, for a loop without a strategy and without a window."""
-    return None
+_current: ContextVar[Callable[[], GradientReduction | None] | None] = ContextVar("reduction", default=None)
+"""Finds the reduction. None in a loop without a strategy and without a window."""
 
-
-_current: ContextVar[Callable[[], GradientReduction | None]] = ContextVar("reduction", default=_unknown)
 other_reductions.watch_setters()
 
 
 def current_reduction() -> GradientReduction | None:
     """Return how the strategy's module, or the window's model, is reduced. None if unknown."""
-    return _current.get()()
+    find = _current.get()
+    return None if find is None else find()
 
 
 @contextlib.contextmanager
@@ -244,7 +242,7 @@ _UNDECLARED = "gradients of a module of this process"
 
 def reduction_to_match() -> dict[str, str]:
     """Return the non-mean reductions of modules of this process, for a loss's handshake to compare. Empty if nothing is unknown."""
-    if not other_reductions.noted or _current.get() is not _unknown or not torch.is_grad_enabled():
+    if not other_reductions.noted or _current.get() is not None or not torch.is_grad_enabled():
         return {}
     other = other_reductions.other_reduction()
     return {_UNDECLARED: other} if other else {}

@@ -280,7 +280,7 @@ class PendingHandshake:
         origin: int = OURS,
         instance: Instance | None = None,
     ) -> None:
-        if instance is not None and instance.label:  # the text contains the label
+        if instance is not None and str(instance):  # the text contains it
             instance = None
         self._text, self._payload, self._channel, self._instance = text, payload, channel, instance
         self._origin = origin

@@ -97,17 +97,13 @@ class Instance:
         self.number = _made[kind]
         _made[kind] += 1
 
-    @property
-    def label(self) -> str:
-        """The name or path. Empty if the object is identified by its number."""
-        return self.name or self.path
-
     def numbers(self) -> tuple[int, int]:
         """Return its number and how many of its kind this rank has constructed, which a header contains if there is no label."""
         return self.number, _made[self.kind]
 
     def __str__(self) -> str:
-        return self.label
+        """Return the name or path. Empty if the object is identified by its number."""
+        return self.name or self.path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Instance, (self.kind, self.name)
