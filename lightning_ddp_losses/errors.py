@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def explained_by(topic: str) -> str:
@@ -298,12 +298,15 @@ def expect_option(what: str, value: object, allowed: Iterable[object]) -> None:
     expect(found, what, expected=f"one of {', '.join(map(repr, allowed))}", got=repr(value))
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer. True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def expect_count(what: str, value: object, *, at_least: int = 1) -> None:
     """Raise a ``ConfigurationError`` unless an option is an integer that is large enough.
 
     Example:
         >>> expect_count("every_n_steps", 2)
     """
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    sufficient = isinstance(value, int) and value >= at_least
-    expect(is_integer and sufficient, what, expected=f"an integer, {at_least} or more", got=repr(value))
+    expect(is_whole(value) and value >= at_least, what, expected=f"an integer, {at_least} or more", got=repr(value))

@@ -167,11 +167,6 @@ def event_after_wrap(wrapped: WrappedParameter | None, now: Tensor) -> str:
     return "unfrozen after the wrap" if now.requires_grad else "frozen after the wrap"
 
 
-def fault_of_event(event: str) -> str:
-    """Return the fault that prevents DDP from reducing a gradient after an event, or an empty text."""
-    return FAULTS_AFTER_WRAP.get(event.partition(" ")[0], "")
-
-
 _TOP = 64  # number of nodes by which a graph is recognised
 
 

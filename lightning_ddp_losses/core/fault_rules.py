@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from lightning_ddp_losses.core.autograd_graph import fault_of_event
+from lightning_ddp_losses.core.autograd_graph import FAULTS_AFTER_WRAP
 
 Scale: TypeAlias = Literal["right", "cut", "large", ""]
 """A known ratio: 1, 1/W (a gather cut the graph), or W (a factor where none is due). Empty for any other ratio."""
@@ -69,7 +69,7 @@ def fault_of_unreduced(
     """
     if not is_registered:
         return "F02"
-    fault = fault_of_event(event)
+    fault = FAULTS_AFTER_WRAP.get(event.partition(" ")[0])
     if fault:
         return fault
     if not has_backward:

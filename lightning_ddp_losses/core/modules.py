@@ -142,6 +142,14 @@ class ModuleContents:
 # ---------------------------------------------------------------------- modules that are not registered
 
 
+def objects_beside_module(trainer: Any) -> dict[str, Any]:
+    """Return the objects of a trainer that may hold modules, by path: its callbacks and its data module."""
+    callbacks = getattr(trainer, "callbacks", None) or []
+    found = {f"callbacks[{index}] ({type(callback).__name__})": callback for index, callback in enumerate(callbacks)}
+    found["datamodule"] = getattr(trainer, "datamodule", None)
+    return found
+
+
 def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost unregistered modules with their paths, each once, breadth first.
 

@@ -55,7 +55,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     tensor_of_bytes,
     wide_dtype,
 )
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, is_whole
 
 Backward = Literal["sum", "own_slice"]
 
@@ -227,7 +227,7 @@ def _refuse_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
     error = None
     if tensor.ndim == 0:
         error = InputError(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
-    elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+    elif rows is not None and not is_whole(rows):
         error = InputError(
             f"{what}: rows",
             expected="an int or None",

@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.core.lightning_compat import attached_trainer
-from lightning_ddp_losses.core.modules import MethodPatch, eager_recursive, unregistered_modules
+from lightning_ddp_losses.core.modules import MethodPatch, eager_recursive, objects_beside_module, unregistered_modules
 from lightning_ddp_losses.core.torch_compat import BATCH_NORM_TYPES
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -267,13 +267,7 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _unregistered_layers(model: nn.Module, known: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the batch norms in lists, dicts, callbacks or the data module, with their paths."""
-    trainer = attached_trainer(model)
-    callbacks = getattr(trainer, "callbacks", None) or []
-    elsewhere: dict[str, Any] = {}
-    for index, callback in enumerate(callbacks):
-        elsewhere[f"callbacks[{index}] ({type(callback).__name__})"] = callback
-    elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
-    for path, outer in unregistered_modules(model, elsewhere):
+    for path, outer in unregistered_modules(model, objects_beside_module(attached_trainer(model))):
         for name, module in outer.named_modules():
             if isinstance(module, BATCH_NORM_TYPES) and id(module) not in known:
                 known.add(id(module))

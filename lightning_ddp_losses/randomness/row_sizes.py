@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses.core import torch_compat
+from lightning_ddp_losses.errors import is_whole
 from lightning_ddp_losses.randomness.notes import is_of_user
 from lightning_ddp_losses.randomness.places import Mark
 
@@ -280,7 +281,7 @@ def _sizes_among(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
     for value in [*kwargs.values(), *reversed(args)]:
         if isinstance(value, (tuple, list)):
             return tuple(value)
-    return tuple(value for value in args if isinstance(value, int) and not isinstance(value, bool))
+    return tuple(value for value in args if is_whole(value))
 
 
 def _sizes_unflattened(tensor: Tensor, dim: int, sizes: Sequence[Any]) -> tuple[Any, ...]:

@@ -27,7 +27,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_ddp_losses.core import lightning_compat
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect, expect_count
+from lightning_ddp_losses.errors import (
+    ConfigurationError,
+    InputError,
+    RankMismatchError,
+    expect,
+    expect_count,
+    is_whole,
+)
 from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, nested_samplers
 
 _OFFER = struct.Struct("<Q16s")  # seed, and digest of the draw that this rank still has
@@ -90,7 +97,7 @@ class GlobalDraw:
         for name in ("local_batch_size", "global_batch_size"):
             if getattr(self, name) is not None:
                 expect_count(f"{self.title}: {name}", getattr(self, name))
-        is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < NUMPY_SEEDS
+        is_seed = is_whole(seed) and 0 <= seed < NUMPY_SEEDS
         expected = f"a whole number from 0 to {NUMPY_SEEDS - 1}"
         expect(seed is None or is_seed, f"{self.title}: seed", expected=expected, got=repr(seed))
         self.drop_last, self.seed, self.epoch = drop_last, seed, 0

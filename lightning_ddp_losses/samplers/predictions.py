@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 from lightning_ddp_losses.core import inputs, lightning_compat
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
-from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.errors import InputError, expect, is_whole
 from lightning_ddp_losses.samplers import row_lists
 from lightning_ddp_losses.samplers.evaluation import EvaluationBatches
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler
@@ -87,7 +87,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     # 1. the rows of this rank, by loader
     with handshake.raising_on_all_ranks(_TITLE):
         ranks = range(process_groups.world_size())
-        is_rank = dst is None or (isinstance(dst, int) and not isinstance(dst, bool) and dst in ranks)
+        is_rank = dst is None or (is_whole(dst) and dst in ranks)
         expect(
             is_rank,
             f"{_TITLE}: dst",

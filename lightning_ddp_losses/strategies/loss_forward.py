@@ -36,7 +36,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
-from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, eager_recursive, find_hidden
+from lightning_ddp_losses.core.modules import (
+    Hidden,
+    MethodPatch,
+    ModuleContents,
+    eager,
+    eager_recursive,
+    find_hidden,
+    objects_beside_module,
+)
 from lightning_ddp_losses.core.torch_compat import all_slots, is_any_autocast_on, uncompiled
 from lightning_ddp_losses.core.transparent import all_modules
 from lightning_ddp_losses.distributed import handshake, raw_collectives
@@ -396,10 +404,8 @@ class Adoption(FitPart):
 
         Communication: one handshake.
         """
-        trainer, adopt = self.fit.trainer, self.fit.options.adopt
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
-        elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
+        adopt = self.fit.options.adopt
+        elsewhere = objects_beside_module(self.fit.trainer)
         hidden = find_hidden(self.fit.module, self.fit.strategy.optimizers, elsewhere)
         named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
         refused, must_match = named + hidden.loose, {}
