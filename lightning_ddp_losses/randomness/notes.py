@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.distributed.user_line import callers
@@ -52,17 +50,6 @@ def _arguments_of(func: Any) -> tuple[list[str], dict[str, Any]]:
     arguments = torch_compat.operator_schema(func).arguments
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return [argument.name for argument in arguments], defaults
-
-
-def tensors_of_operator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments or results of an operator, which are values and lists of values."""
-    found = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [part for part in value if isinstance(part, Tensor)]
-    return found
 
 
 _LIBRARIES = (

@@ -23,7 +23,6 @@ from lightning_ddp_losses.randomness.notes import (
     Refusal,
     arguments_by_name,
     line_of_user,
-    tensors_of_operator,
 )
 from lightning_ddp_losses.randomness.places import LOST, WITHOUT_ROWS, Mark, RowPlace, Rows, is_dense, memory_order
 from lightning_ddp_losses.randomness.row_orders import CALLS as CALLS_WITH_ORDERS
@@ -229,7 +228,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_formula_of_backward() and not is_random(func) and func.namespace not in OF_COLLECTIVES:
             return func(*args, **kwargs)
-        tensors = tensors_of_operator(args, kwargs)
+        tensors = tensors_in((args, kwargs))
         marks = [self.mark_of(tensor) for tensor in tensors]
         if func.namespace in OF_COLLECTIVES:
             if any(mark.place is not None or mark.is_lost for mark in marks):
@@ -242,7 +241,7 @@ class RowDraws(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(mark.is_order for mark in marks) and name not in KEEP_ORDER and torch_compat.graph_task_id() == -1:
             args, kwargs = self._misuse(name, args, kwargs)
         result = func(*args, **kwargs)
-        outputs = tensors_of_operator((result,), {})
+        outputs = tensors_in(result)
         if outputs:
             self._follow(func, args, kwargs, tensors, marks, outputs)
         elif any(mark.is_summed for mark in marks) and torch_compat.graph_task_id() == -1:

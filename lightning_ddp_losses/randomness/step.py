@@ -55,7 +55,6 @@ class RandomStep(StepDraws):
         row_dim: The dimension of the rows in the batch.
         group: Process group. None is the world.
         planned: The position of the rows in a larger batch. If None, the larger batch is the concatenation of the ranks' batches.
-        takes_blocks: Whether an inner block is treated as part of this step instead of raising an error.
         by_row: Whether each rank draws for its own rows only.
 
     Raises:
@@ -72,7 +71,6 @@ class RandomStep(StepDraws):
         row_dim: int = 0,
         group: Group = None,
         planned: PlannedRows | None = None,
-        takes_blocks: bool = False,
         by_row: bool = False,
     ) -> None:
         self._group = group
@@ -104,7 +102,7 @@ class RandomStep(StepDraws):
         for tensor in inputs.tensors_in(batch):
             if tensor.ndim > row_dim:
                 draws.mark(tensor, Mark(RowPlace(row_dim)))
-        super().__init__(rows, counts, draws, draw_part, takes_blocks=takes_blocks)
+        super().__init__(rows, counts, draws, draw_part)
 
     def end(self) -> None:
         """Compare the draws of all ranks, and their generators.

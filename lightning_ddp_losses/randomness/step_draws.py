@@ -39,16 +39,15 @@ class StepDraws:
         counts: Numbers of rows of all ranks.
         draws: Processes the operators of the step.
         draw_part: Draws this rank's part of a draw with rows.
-        takes_blocks: Whether an inner block is treated as part of this step instead of raising an error.
 
     Attributes:
         draws: Processes the operators of the step, or of the piece that runs now.
+        takes_blocks: Whether an inner block is treated as part of this step instead of raising an error.
     """
 
-    def __init__(
-        self, rows: Rows, counts: Sequence[int], draws: RowDraws, draw_part: Draw, *, takes_blocks: bool = False
-    ) -> None:
-        self.takes_blocks = takes_blocks
+    takes_blocks = False
+
+    def __init__(self, rows: Rows, counts: Sequence[int], draws: RowDraws, draw_part: Draw) -> None:
         self.rows = rows
         self.draw_part = draw_part
         self._counts = counts

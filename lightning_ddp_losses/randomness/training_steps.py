@@ -80,7 +80,8 @@ class TrainingSteps:
                 with in_one_process():
                     yield
                 return
-            self._step = RandomStep(batch, planned=planned, takes_blocks=self._takes_blocks, by_row=self._by_row)
+            self._step = RandomStep(batch, planned=planned, by_row=self._by_row)
+            self._step.takes_blocks = self._takes_blocks
             if has_drawn:
                 self._step.draws.refuse(
                     "torch's, numpy's or Python's generator between a batch and its training_step",
