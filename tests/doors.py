@@ -64,6 +64,7 @@ INSIDE = {
     "seed_generators_": "core.random_state.seed_generators_",
     "write_random_states_": "core.random_state.write_random_states_",
     "Plans": "core.signature.Plans",
+    "safe_values": "core.safe_values",
     "uncompiled": "core.torch_compat.uncompiled",
     "collectives": "distributed.collectives",
     "fingerprint_file": "distributed.fingerprint",

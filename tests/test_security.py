@@ -23,7 +23,7 @@ from lightning_ddp_losses.audit import api
 from lightning_ddp_losses.cli import app
 from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.testing import RankPool
-from tests.doors import load_batch, messages, rendezvous, save_batch
+from tests.doors import load_batch, rendezvous, safe_values, save_batch
 from tests.refusals import assert_same_error
 from tests.strategies import test_loader_states as loader_states
 from tests.strategies.test_resuming import AFTER
@@ -52,7 +52,7 @@ def test_a_message_with_a_program_in_it_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(pickle.UnpicklingError):
-        messages.unpack(messages.pack(value))
+        safe_values.unpack(safe_values.pack(value))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -60,7 +60,7 @@ def test_a_message_holds_containers_named_tuples_and_numpy() -> None:
     nest = {"a": [torch.ones(2), (1, "b")], "c": collections.OrderedDict(d=Point(torch.zeros(1)))}
     arrays = {str(dtype): np.arange(3).astype(dtype) for dtype in ("f2", "f8", "i4", "u1", "?", "U3")}
     random = np.random.RandomState(1).get_state()
-    found = messages.unpack(messages.pack(nest | arrays | {"number": np.float64(0.5), "random": random}))
+    found = safe_values.unpack(safe_values.pack(nest | arrays | {"number": np.float64(0.5), "random": random}))
     assert type(found["c"]["d"]) is Point
     assert torch.equal(found["a"][0], nest["a"][0])  # type: ignore[index]
     assert all(np.array_equal(found[key], array) and found[key].dtype == array.dtype for key, array in arrays.items())
@@ -74,20 +74,20 @@ class OfTheUser:
 
 def test_a_users_own_value_is_refused_where_it_is_made_and_can_be_allowed() -> None:
     with pytest.raises(InputError, match=r"the batch: expected tensors.*\.OfTheUser"):
-        messages.pack_readable([OfTheUser()], "the batch")
+        safe_values.pack_readable([OfTheUser()], "the batch")
     with pytest.raises(InputError, match="add_safe_globals"):
-        messages.pack_readable([lambda: None], "the batch")
+        safe_values.pack_readable([lambda: None], "the batch")
     with torch.serialization.safe_globals([OfTheUser]):
-        payload = messages.pack_readable([OfTheUser()], "the batch")
-        assert type(messages.unpack_from(payload, "the batch", 1)[0]) is OfTheUser
+        payload = safe_values.pack_readable([OfTheUser()], "the batch")
+        assert type(safe_values.unpack_from(payload, "the batch", 1)[0]) is OfTheUser
 
 
 def receive_planted(folder: str, fit: Callable[..., Any], *args: Any) -> None:
     """Train where rank 0 sends what it likes."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            planted = messages.pack(Plants(folder))
-            patch.setattr(messages, "pack_readable", lambda *args: planted)
+            planted = safe_values.pack(Plants(folder))
+            patch.setattr(safe_values, "pack_readable", lambda *args: planted)
         fit(*args)
 
 
@@ -134,7 +134,7 @@ UNPICKLING = {"loads", "Unpickler", "all_gather_object", "gather_object", "broad
 
 def test_nothing_is_unpickled_but_a_batch_of_an_audit() -> None:
     """Each name in the package that unpickles, by file: that one reads a file of this user's alone (``refuse_foreign_file``)."""
-    package = Path(messages.__file__).parents[1]
+    package = Path(safe_values.__file__).parents[1]
     found = []
     for path in package.rglob("*.py"):
         attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]

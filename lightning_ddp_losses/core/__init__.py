@@ -7,6 +7,7 @@
 * ``configuration``, ``option_values``: the options of a module, as ranks compare them
 * ``signature``: what determines how a call is computed, and plans stored by signature
 * ``host_copy``: asynchronous copies from an accelerator to the host, read after they have completed
+* ``safe_values``: values as bytes for other ranks, read without running code
 * ``random_state``: save, seed and restore random generators
 * ``launch_variables``: environment variables of a launcher that another job may have left behind
 * ``faults``: the table of known faults. A new fault is one row in it, and the check that finds it

@@ -3,7 +3,7 @@
 * ``process_groups``: ranks and world size of a group, and the package's internal process groups
 * ``rendezvous``: how a world starts, and how its ranks agree before they have a group
 * ``liveness``: ranks that fail, stall or exit
-* ``messages``: the header of a handshake, the common error of ranks that disagree, and safe deserialisation of values
+* ``messages``: the header of a handshake, and the common error of ranks that disagree
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank at the start of each operation, and errors that all ranks raise
 * ``ledger``: what several parts of a fit send to the other ranks at one place, in one handshake
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows passed around a ring

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core import inputs, safe_values
 from lightning_ddp_losses.core.class_code import names_read, names_written
 from lightning_ddp_losses.core.option_values import hash_of
-from lightning_ddp_losses.distributed import handshake, messages, process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
@@ -56,7 +56,7 @@ class _Attribute(NamedTuple):
             return cls(value.type, value.type, _OWN_DEVICE)
         plain = inputs.map_tensors(_on_host, value)
         try:
-            payload = messages.pack_readable(plain, name)
+            payload = safe_values.pack_readable(plain, name)
         except InputError as error:
             return cls(f"{error.got}, which cannot be sent", "", None)
         return cls(_described(plain), hash_of(payload), payload)
@@ -113,9 +113,9 @@ def missing_attributes(title: str, metric: Metric, without_update: Sequence[int]
     own = {name: tuple(_Attribute.of(vars(metric)[name], name)) for name in names if name in vars(metric)}
     what = f"{title}: attributes of {type(metric).__name__}"
     payloads = handshake.all_gather(
-        what, {"attributes": ", ".join(names)}, messages.pack(own), group=group, of_user=True
+        what, {"attributes": ", ".join(names)}, safe_values.pack(own), group=group, of_user=True
     )
-    table = [messages.unpack_from(payload, what, rank) for rank, payload in enumerate(payloads)]
+    table = [safe_values.unpack_from(payload, what, rank) for rank, payload in enumerate(payloads)]
     found = {}
     rank = process_groups.rank(group)
     for name in names:
@@ -125,7 +125,7 @@ def missing_attributes(title: str, metric: Metric, without_update: Sequence[int]
             continue
         found[name] = metric.device
         if source.payload != _OWN_DEVICE:
-            value = messages.unpack(source.payload or b"")
+            value = safe_values.unpack(source.payload or b"")
             found[name] = inputs.map_tensors(lambda tensor: tensor.to(metric.device), value)
     return found
 

@@ -40,9 +40,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_mean
 
-from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core import inputs, safe_values
 from lightning_ddp_losses.core.signature import Plans
-from lightning_ddp_losses.distributed import handshake, messages, process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Place, own_slices_with_grad
 from lightning_ddp_losses.distributed.global_values import micro_batch_to_match, reduction_to_match
 from lightning_ddp_losses.distributed.messages import Agreement, Instance
@@ -416,12 +416,12 @@ def _pack_contents(states: Sequence[State], tensors: Sequence[Sequence[Tensor]],
 
 def _pickled(name: str, item: Any) -> Tensor:
     item = inputs.map_tensors(lambda tensor: tensor.detach().cpu(), item)
-    data = messages.pack_readable(item, f"state `{name}`")
+    data = safe_values.pack_readable(item, f"state `{name}`")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor, device: torch.device) -> Any:
-    return inputs.map_tensors(lambda tensor: tensor.to(device), messages.unpack(host_bytes(data)))
+    return inputs.map_tensors(lambda tensor: tensor.to(device), safe_values.unpack(host_bytes(data)))
 
 
 # ---------------------------------------------------------------------- filling and reading the buffer

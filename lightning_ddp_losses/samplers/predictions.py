@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core import inputs, lightning_compat
-from lightning_ddp_losses.distributed import handshake, messages, process_groups
+from lightning_ddp_losses.core import inputs, lightning_compat, safe_values
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import InputError, expect, is_whole
 from lightning_ddp_losses.samplers import row_lists
@@ -97,21 +97,21 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         )
         loaders = current_loaders(trainer)
         drawn = [_drawn_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
-        payload = messages.pack([batches.kinds_of_lists() for batches in drawn])
+        payload = safe_values.pack([batches.kinds_of_lists() for batches in drawn])
     # 2. lists with one entry per row, as determined by the batches of all ranks
     payloads = handshake.all_gather(f"{_TITLE}: lists", {"loaders": len(loaders)}, payload, of_user=True)
-    kinds_by_rank = list(map(messages.unpack, payloads))
+    kinds_by_rank = list(map(safe_values.unpack, payloads))
     lists = []
     for number in range(len(loaders)):
         kinds = chain.from_iterable(of_rank[number] for of_rank in kinds_by_rank)
         lists.append(row_lists.agreed_lists(kinds, f"{_TITLE}: predictions of loader {number}"))
     with handshake.raising_on_all_ranks(_TITLE):
         local_rows = [_local_rows(*each) for each in zip(loaders, drawn, lists, strict=True)]
-        payload = messages.pack([tuple(rows.without_values()) for rows in local_rows])
+        payload = safe_values.pack([tuple(rows.without_values()) for rows in local_rows])
     # 3. positions and form of the rows of all ranks
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     try:
-        rows_by_rank = [list(starmap(_LoaderRows, messages.unpack(payload))) for payload in payloads]
+        rows_by_rank = [list(starmap(_LoaderRows, safe_values.unpack(payload))) for payload in payloads]
     except pickle.UnpicklingError as error:
         expected = "tensors in dicts, lists, tuples and dataclasses of modules that every rank has imported"
         got = str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0]

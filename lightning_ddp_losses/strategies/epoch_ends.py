@@ -28,9 +28,9 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_ddp_losses.core import lightning_compat
+from lightning_ddp_losses.core import lightning_compat, safe_values
 from lightning_ddp_losses.core.faults import FAULTS
-from lightning_ddp_losses.distributed import handshake, messages, process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.strategies.empty_batches import refuse_local_losses, refuse_plain_norms, without_rows
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -417,11 +417,11 @@ class _Stream:
         if batch is not None:
             self._keep_structure(batch)
             with self._ends.fit.raise_on_all_ranks(_FETCH):
-                own = messages.pack_readable(self._empty_batch(), _STRUCTURE)
+                own = safe_values.pack_readable(self._empty_batch(), _STRUCTURE)
         payloads = handshake.all_gather_between_steps("structure of a batch", {}, own)
         first = next(rank for rank, payload in enumerate(payloads) if payload)
         with self._ends.fit.raise_on_all_ranks(_FETCH):  # every rank reads it, so that all refuse the same one
-            shared = messages.unpack_from(payloads[first], _STRUCTURE, first)
+            shared = safe_values.unpack_from(payloads[first], _STRUCTURE, first)
         if batch is None and not self._has_empty:
             self._empty, self._has_empty = shared, True
 

@@ -46,8 +46,8 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses.core import lightning_compat, random_state
-from lightning_ddp_losses.distributed import handshake, messages, process_groups
+from lightning_ddp_losses.core import lightning_compat, random_state, safe_values
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.samplers.global_draw import GlobalDraw
@@ -179,9 +179,9 @@ class Resume(FitPart):
         """
         facts = {"loaders": names, "generators": {name: len(state) for name, state in own.get("random", {}).items()}}
         with self.fit.raise_on_all_ranks(_SAVED):
-            payload = messages.pack_readable(own, _STATES_TITLE)
+            payload = safe_values.pack_readable(own, _STATES_TITLE)
             payloads = handshake.all_gather(_SAVED, facts, payload, of_user=True)
-            return [messages.unpack_from(payload, _SAVED, rank) for rank, payload in enumerate(payloads)]
+            return [safe_values.unpack_from(payload, _SAVED, rank) for rank, payload in enumerate(payloads)]
 
     # ------------------------------------------------------------------ out of the checkpoint
 
@@ -449,7 +449,7 @@ class NotingLoader(CombinedLoader):
         with fit.raise_on_all_ranks("state_dict of a training loader"):
             # a state that could not be saved, before anything is trained
             for note in self.notes.values():
-                messages.pack_readable(note["states"], _STATES_TITLE)
+                safe_values.pack_readable(note["states"], _STATES_TITLE)
         return self
 
     def __len__(self) -> int:
