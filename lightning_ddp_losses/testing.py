@@ -339,7 +339,7 @@ def serve(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> Non
             generation = task.generation
         started = time.monotonic()
         try:
-            message = pickle.dumps(_call(task))
+            message = pickle.dumps(_run_task(task))
         except BaseException as error:  # evaluated by the test, including SystemExit
             message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
         pipe.send_bytes(message)
@@ -399,7 +399,7 @@ def _leave_group() -> None:
             getattr(debug, "_clear_sharding_prop_cache", lambda: None)()  # not in every release
 
 
-def _call(task: Task) -> Any:
+def _run_task(task: Task) -> Any:
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     random.seed(0)
@@ -552,7 +552,7 @@ class CountCollectives(torch_compat.TorchDispatchMode):  # type: ignore[no-untyp
         """Note an operation of torch.distributed, and run it."""
         if func.namespace == "c10d":
             self.names.append(func.name().partition("::")[2].partition(".")[0])
-            self.num_bytes += max(map(_bytes_of, args), default=0)
+            self.num_bytes += max(map(_tensor_bytes, args), default=0)
         return func(*args, **(kwargs or {}))
 
     def take(self) -> list[str]:
@@ -561,11 +561,11 @@ class CountCollectives(torch_compat.TorchDispatchMode):  # type: ignore[no-untyp
         return names
 
 
-def _bytes_of(argument: Any) -> int:
+def _tensor_bytes(argument: Any) -> int:
     """Return the bytes of the tensors in an argument of an operation."""
     if isinstance(argument, Tensor):
         return argument.nbytes
-    return sum(map(_bytes_of, argument)) if isinstance(argument, (list, tuple)) else 0
+    return sum(map(_tensor_bytes, argument)) if isinstance(argument, (list, tuple)) else 0
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,7 @@ INSIDE = {
     "CommonEnds": "strategies.epoch_ends.CommonEnds",
     "UnevenEnds": "strategies.epoch_ends.UnevenEnds",
     "as_combined": "strategies.epoch_ends.as_combined",
-    "without_rows": "strategies.empty_batches.without_rows",
+    "without_rows": "strategies.empty_batches.batch_without_rows",
     "FoundLoss": "strategies.loss_discovery.FoundLoss",
     "find_losses": "strategies.loss_discovery.find_losses",
     "is_loss": "strategies.loss_discovery.is_loss",

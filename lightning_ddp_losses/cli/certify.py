@@ -69,7 +69,7 @@ def example_of(place: str) -> tuple[Any, ...]:
     expect(not needed, what, expected=_EXPECTED, got=got, fix=_example_for(function, place))
     found = function()
     is_example = isinstance(found, tuple) and len(found) > 1 and callable(found[0])
-    got = _result(found)
+    got = _described_result(found)
     expect(is_example, what, expected=_EXPECTED, got=got, fix=_example_for(None, place))
     return tuple(found)
 
@@ -84,7 +84,7 @@ def _needed_arguments(function: Any) -> list[str]:
     return [each.name for each in parameters if each.default is each.empty and each.kind not in several]
 
 
-def _result(found: Any) -> str:
+def _described_result(found: Any) -> str:
     """Describe a result that is not an example."""
     if isinstance(found, (tuple, list)):
         contents = ", ".join(type(part).__name__ for part in found)

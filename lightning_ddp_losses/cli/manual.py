@@ -348,7 +348,7 @@ Any other words are searched for: `ddp-losses explain loss is nan`.
 _TABLE = re.compile(r"(?:^\|.+\n)+", re.MULTILINE)
 
 
-def _as_list(table: re.Match[str]) -> str:
+def _table_as_list(table: re.Match[str]) -> str:
     """Return a wide table as a list with an entry for each row, because columns narrower than a call would break it inside a word."""
     lines = table[0].splitlines()
     if max(map(len, lines)) < _WIDEST:
@@ -402,13 +402,13 @@ def show(page: str, console: Console) -> None:
     width = min(console.width, _WIDEST)
     end = 0
     for block in _FENCED.finditer(page):
-        console.print(Markdown(_TABLE.sub(_as_list, page[end : block.start()])), width=width)
+        console.print(Markdown(_TABLE.sub(_table_as_list, page[end : block.start()])), width=width)
         syntax = Syntax("", block["language"] or "text", theme="ansi_dark", background_color="default")
         code = syntax.highlight(block["code"].rstrip())
         code.rstrip()
         console.print("", code, "", sep="\n", soft_wrap=True)
         end = block.end()
-    console.print(Markdown(_TABLE.sub(_as_list, page[end:])), width=width)
+    console.print(Markdown(_TABLE.sub(_table_as_list, page[end:])), width=width)
 
 
 def save_code(page: str, file: Path) -> None:

@@ -115,16 +115,16 @@ def _similar_class(name: str) -> str:
 
 def _unknown_keys(given: Mapping[str, Any], owner: Any, path: str) -> Iterator[str]:
     """Yield a sentence for each key that is not an argument of a class or function."""
-    known = _arguments(owner)
+    known = _argument_names(owner)
     for key in given:
         if known is None or key in known:
             continue
         similar = difflib.get_close_matches(str(key), known, n=1)
-        end = f"Did you mean {similar[0]}?" if similar else f"Its options: {_listed(known)}."
+        end = f"Did you mean {similar[0]}?" if similar else f"Its options: {_first_names(known)}."
         yield f"{path}.{key}: {owner.__name__} has no such option. {end}"
 
 
-def _arguments(owner: Any) -> list[str] | None:
+def _argument_names(owner: Any) -> list[str] | None:
     """Return the names of the arguments, or None if it takes any."""
     try:
         parameters = list(inspect.signature(owner).parameters.values())
@@ -135,7 +135,7 @@ def _arguments(owner: Any) -> list[str] | None:
     return [each.name for each in parameters]
 
 
-def _listed(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     """Return the first names, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""

@@ -16,7 +16,7 @@ def names_written(cls: type, method: str) -> frozenset[str]:
     for code in _codes(cls, method):
         found.update([str(step.argval) for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"])
         if "setattr" in code.co_names:
-            found |= _texts_in(code)
+            found |= _strings_in(code)
     return frozenset(found)
 
 
@@ -26,7 +26,7 @@ def names_read(cls: type, method: str) -> frozenset[str]:
     found: set[str] = set()
     for code in _codes(cls, method):
         found.update(code.co_names)
-        found |= _texts_in(code)
+        found |= _strings_in(code)
     return frozenset(found)
 
 
@@ -54,6 +54,6 @@ def _codes_of(member: Any) -> list[CodeType]:
     return [code] if isinstance(code, CodeType) else []
 
 
-def _texts_in(code: CodeType) -> set[str]:
+def _strings_in(code: CodeType) -> set[str]:
     """Return the strings in code, which may be names for ``getattr`` and ``setattr``."""
     return {constant for constant in code.co_consts if isinstance(constant, str)}

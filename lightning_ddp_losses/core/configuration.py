@@ -78,13 +78,13 @@ class Configuration:
         if self._snapshot.is_same(module):
             return self._digest
         if not self.is_read:
-            self._options = {key: _shown(key[1], value) for key, value in _fixed_values(module)}
+            self._options = {key: _shown_setting(key[1], value) for key, value in _fixed_values(module)}
         last = self._last or {}
         values = self._walk(module)
         for key, value in values.items():
             are_nan = last.get(key) != last.get(key) and value != value  # noqa: PLR0124 - NaN differs from itself
             if key not in last or (last[key] != value and not are_nan):
-                self._options[key] = _shown(key[1], value)
+                self._options[key] = _shown_setting(key[1], value)
         for key in last.keys() - values.keys():
             self._options.pop(key, None)
         self._digest = _digest(self._options)
@@ -226,7 +226,7 @@ def _digest(options: Mapping[AttributeKey, str]) -> str:
     return f"{text[:_READ_CHARACTERS]} #{hash_of(text.encode())}"
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown_setting(name: str, value: Any) -> str:
     """Return a setting as text, in which shapes and hashes follow the name immediately."""
     text = repr(value)
     return f"{name}{text}" if not name or isinstance(value, (Shape, Written)) else f"{name}={text}"

@@ -107,10 +107,10 @@ class LateNumber:
     __rmul__ = __mul__
 
     def __truediv__(self, other: float | LateNumber) -> LateNumber:
-        return LateNumber(lambda: _quotient(float(self), float(other)))
+        return LateNumber(lambda: _divided_or_nan(float(self), float(other)))
 
     def __rtruediv__(self, other: float) -> LateNumber:
-        return LateNumber(lambda: _quotient(other, float(self)))
+        return LateNumber(lambda: _divided_or_nan(other, float(self)))
 
     def __neg__(self) -> LateNumber:
         return self * -1.0
@@ -119,5 +119,5 @@ class LateNumber:
         return self._read()
 
 
-def _quotient(numerator: float, denominator: float) -> float:
+def _divided_or_nan(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan

@@ -93,7 +93,7 @@ def read_table(path: PathLike, label: str | None = None, identifier: str | None 
         if id_place is not None:
             ids.append(cells[id_place].strip())
         numbers = [cells[number] for number in kept]
-        features[number] = _numbers(numbers, columns, f"row {line} of {path}")
+        features[number] = _features_of(numbers, columns, f"row {line} of {path}")
     _warn_of_identifiers(features, columns, path)
     return Table(features, labels, first[place], columns, ids)
 
@@ -167,7 +167,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _numbers(cells: Sequence[str], columns: Sequence[str], where: str) -> Array:
+def _features_of(cells: Sequence[str], columns: Sequence[str], where: str) -> Array:
     """Return the features of one row, (D,) float64."""
     try:
         found = np.array(cells, dtype=np.float64)

@@ -573,12 +573,12 @@ def active(window: AccumulationWindow) -> Iterator[None]:
     @functools.wraps(plain_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         inputs = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
-        with window.backward(_listed(tensors), inputs):
+        with window.backward(_as_tensors(tensors), inputs):
             plain_backward(tensors, *args, **kwargs)
 
     @functools.wraps(plain_grad)
     def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        window.refuse_gradients_of_losses(_listed(outputs))
+        window.refuse_gradients_of_losses(_as_tensors(outputs))
         return plain_grad(outputs, *args, **kwargs)
 
     @functools.wraps(plain_unscale)
@@ -602,7 +602,7 @@ def active(window: AccumulationWindow) -> Iterator[None]:
 _INPUTS = 4  # index of ``inputs`` among the arguments of ``torch.autograd.backward`` after the tensors
 
 
-def _listed(tensors: Any) -> list[Tensor]:
+def _as_tensors(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 

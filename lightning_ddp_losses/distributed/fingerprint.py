@@ -67,7 +67,7 @@ def row_tables(tensors: list[Tensor], rows: int, number: int) -> list[Tensor]:
             table = table[:number]
         width = table.numel() // number
         if width > _WIDE:
-            table = table.flatten(1).index_select(1, _read_columns(width, table.device))
+            table = table.flatten(1).index_select(1, _some_columns(width, table.device))
         tables.append(table)
     return tables
 
@@ -82,7 +82,7 @@ def hash_tables(tables: Sequence[Tensor], number: int) -> list[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _read_columns(width: int, device: torch.device) -> Tensor:
+def _some_columns(width: int, device: torch.device) -> Tensor:
     """Choose the same columns in every call, spread irregularly because images have empty borders."""
     return (torch.arange(_MAX_COLUMNS, device=device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call,no-any-return]
 

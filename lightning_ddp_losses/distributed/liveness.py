@@ -309,11 +309,11 @@ class ProcessInfo(NamedTuple):
     @classmethod
     def own(cls) -> ProcessInfo:
         """Return the information for this process."""
-        return cls(socket.gethostname(), _machine(), os.getpid(), _state_of(os.getpid())[1])
+        return cls(socket.gethostname(), _machine(), os.getpid(), _state_of_process(os.getpid())[1])
 
     def has_ended(self) -> bool:
         """Return whether the process, which must belong to this machine, has ended."""
-        state, started = _state_of(self.pid)
+        state, started = _state_of_process(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
 
@@ -577,7 +577,7 @@ def _machine() -> str:
     return " ".join(parts)
 
 
-def _state_of(pid: int) -> tuple[str, str]:
+def _state_of_process(pid: int) -> tuple[str, str]:
     """Return a process's state and start time, both empty if it has ended."""
     try:
         # the name in parentheses may contain any characters

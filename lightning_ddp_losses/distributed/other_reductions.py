@@ -44,10 +44,10 @@ def other_reduction() -> str:
 
 
 def _others() -> set[str]:
-    return {_described(module) for module in list(noted)} - {""}
+    return {_reduction_of(module) for module in list(noted)} - {""}
 
 
-def _described(module: nn.Module) -> str:
+def _reduction_of(module: nn.Module) -> str:
     """Return the reduction of one module, or an empty text for a mean."""
     if isinstance(module, DistributedDataParallel):
         return torch_compat.foreign_comm_hook(module)

@@ -40,7 +40,7 @@ class WindowGradients:
         """
         for i, (name, parameter) in enumerate(self._parameters):
             # a gradient that was checked and has not changed since is not read again
-            if self._seen is None or not _is_same(self._seen[i], _state_of(parameter)):
+            if self._seen is None or not _is_same_gradient(self._seen[i], _gradient_of(parameter)):
                 _refuse_left_gradient(f"that of `{name}`", parameter)
 
     def take_leaves_(self, leaves: Sequence[Tensor]) -> None:
@@ -56,7 +56,7 @@ class WindowGradients:
 
     def note(self) -> None:
         """Record the gradients after a backward. The tensors are held, because the id of a freed tensor may be reused."""
-        self._seen = [_state_of(parameter) for _, parameter in self._parameters]
+        self._seen = [_gradient_of(parameter) for _, parameter in self._parameters]
 
     def refuse_changed(self) -> None:
         """Reject gradients that were dropped or changed since the last backward.
@@ -69,7 +69,7 @@ class WindowGradients:
             return
         changed = []
         for (name, parameter), before in zip(self._parameters, seen, strict=True):
-            if not _is_same(before, _state_of(parameter)):
+            if not _is_same_gradient(before, _gradient_of(parameter)):
                 changed.append(f"`{name}`")
         if changed:
             self._seen = None
@@ -103,12 +103,12 @@ class WindowGradients:
         self._seen = None
 
 
-def _state_of(parameter: Tensor) -> _Seen:
+def _gradient_of(parameter: Tensor) -> _Seen:
     grad = parameter.grad
     return grad, -1 if grad is None else torch_compat.tensor_version(local_part(grad))
 
 
-def _is_same(before: _Seen, now: _Seen) -> bool:
+def _is_same_gradient(before: _Seen, now: _Seen) -> bool:
     return before[0] is now[0] and before[1] == now[1]
 
 

@@ -140,7 +140,7 @@ class WindowTerms:
         titles = [*map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
         own: list[list[float]] = []
         for title, numbers in zip(titles, [*by_loss.values(), *totals.values()], strict=True):
-            own.append(_numbers(f"expect_counts: {title}", numbers, is_count=len(own) < len(by_loss)))
+            own.append(_as_numbers(f"expect_counts: {title}", numbers, is_count=len(own) < len(by_loss)))
         is_one = _ALL not in by_loss or len(own[0]) == 1
         expect(
             is_one,
@@ -204,7 +204,7 @@ def _by_loss(counts: Any) -> Mapping[Any, Any]:
     return counts if isinstance(counts, Mapping) else {_ALL: counts}
 
 
-def _numbers(title: str, given: object, *, is_count: bool) -> list[float]:
+def _as_numbers(title: str, given: object, *, is_count: bool) -> list[float]:
     """Return one number, or several, as a list.
 
     Raises:
@@ -236,7 +236,7 @@ def add_counts(title: str, of_batches: Sequence[object]) -> Counts:
         by_loss = _by_loss(counts)
         own = {}
         for source, given in by_loss.items():
-            own[source] = _numbers(
+            own[source] = _as_numbers(
                 f"{title}: {_title_of(source)}, batch {number + 1} of the window", given, is_count=True
             )
         if number == 0:
@@ -245,8 +245,8 @@ def add_counts(title: str, of_batches: Sequence[object]) -> Counts:
         expect(
             {source: len(each) for source, each in own.items()} == {source: len(each) for source, each in sums.items()},
             title,
-            expected=f"counts of the same losses in each batch of the window: {_described(sums)}",
-            got=f"{_described(own)} in batch {number + 1}",
+            expected=f"counts of the same losses in each batch of the window: {_shown_counts(sums)}",
+            got=f"{_shown_counts(own)} in batch {number + 1}",
             fix="Give 0 for a loss that counts nothing in a batch.",
             error=InputError,
         )
@@ -255,7 +255,7 @@ def add_counts(title: str, of_batches: Sequence[object]) -> Counts:
     return sums
 
 
-def _described(counts: Mapping[Any, Sequence[float]]) -> str:
+def _shown_counts(counts: Mapping[Any, Sequence[float]]) -> str:
     return ", ".join(f"{_title_of(source)} ({len(each)})" for source, each in counts.items()) or "none"
 
 

@@ -54,12 +54,12 @@ class _Attribute(NamedTuple):
         """Read a value."""
         if isinstance(value, torch.device):  # each rank uses its own device
             return cls(value.type, value.type, _OWN_DEVICE)
-        plain = inputs.map_tensors(_on_host, value)
+        plain = inputs.map_tensors(_host_copy, value)
         try:
             payload = safe_values.pack_readable(plain, name)
         except InputError as error:
             return cls(f"{error.got}, which cannot be sent", "", None)
-        return cls(_described(plain), hash_of(payload), payload)
+        return cls(_shown_value(plain), hash_of(payload), payload)
 
 
 def set_by_update(metric: Metric) -> tuple[str, ...]:
@@ -165,11 +165,11 @@ def _is_without_effect(metric: Metric, name: str) -> bool:
     return any((base.__name__, name) in _WITHOUT_EFFECT for base in bases)
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _described(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     if isinstance(value, Tensor):
         first = ", ".join(f"{number:.6g}" for number in value.flatten()[:_SHOWN_NUMBERS].tolist())
         return f"{_layout(value)}: {first}"

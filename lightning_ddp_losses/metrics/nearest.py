@@ -271,7 +271,7 @@ def best_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     is_candidate = ~(candidates < lowest[rows])
     pairs, lanes = is_candidate.nonzero().unbind(1)
     rows, columns = rows[pairs], chosen[pairs] * size + lanes
-    best, places = _sorted_rows(candidates[pairs, lanes], rows, columns, n, k)
+    best, places = _best_of_sorted(candidates[pairs, lanes], rows, columns, n, k)
     # 4. rows with many equal scores
     crowded = is_crowded.squeeze(1).nonzero().squeeze(1)
     for some in torch.split(crowded, max(1, _EXACT_BYTES // (8 * width))):
@@ -279,7 +279,7 @@ def best_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, places
 
 
-def _sorted_rows(scores: Tensor, rows: Tensor, columns: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+def _best_of_sorted(scores: Tensor, rows: Tensor, columns: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of some scores of each row, and their columns. The input is sorted by row, then by column."""
     counts = torch.bincount(rows, minlength=n)
     starts = counts.cumsum(0) - counts

@@ -112,7 +112,7 @@ class Measure(NamedTuple):
         if self.kind == "hit_rate":
             return _wide(hits.any(1))
         if self.kind == "mrr":
-            return (_wide(hits) / _places(hits)).amax(1)
+            return (_wide(hits) / _ordinals(hits)).amax(1)
         if self.kind == "ndcg":
             return _ndcg(hits, found.relevant.clamp(max=k), k)
         if self.kind == "knn_accuracy":
@@ -126,13 +126,13 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
-def _places(hits: Tensor) -> Tensor:
+def _ordinals(hits: Tensor) -> Tensor:
     """Return 1, 2, ... (k,)."""
     return _wide(torch.arange(1, hits.shape[1] + 1, device=hits.device))
 
 
 def _values_at_r(found: Neighbours, kind: str) -> Tensor:
-    places = _places(found.hits)
+    places = _ordinals(found.hits)
     hits = _wide(found.hits & (places <= found.relevant.unsqueeze(1)))
     if kind == "map_at_r":
         hits = hits * hits.cumsum(1) / places

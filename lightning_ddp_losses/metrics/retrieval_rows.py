@@ -83,7 +83,7 @@ class RetrievalRows:
             is_matrix,
             f"{title}: embeddings",
             expected=expected,
-            got=_described(embeddings),
+            got=_shape_and_dtype(embeddings),
             error=InputError,
             fix="Convert integers by float(), and flatten the features of each row by flatten(1).",
         )
@@ -96,7 +96,7 @@ class RetrievalRows:
             fix = "Give each row one class number. Labels of several classes a row are not supported."
             if name == "index":
                 fix = "Give each row its position in the data set."
-            expect(fits, f"{title}: {name}", expected=expected, got=_described(column), fix=fix, error=InputError)
+            expect(fits, f"{title}: {name}", expected=expected, got=_shape_and_dtype(column), fix=fix, error=InputError)
         if not self.embeddings:
             return
         width, device = self.embeddings[0].shape[1], self.embeddings[0].device
@@ -149,7 +149,7 @@ class RetrievalRows:
         return RankSummary(len(rows), rows.shape[1], dtype, rows.device.type, bool(self.indices), int(bad))
 
 
-def _described(value: object) -> str:
+def _shape_and_dtype(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

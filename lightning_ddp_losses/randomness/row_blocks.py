@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.randomness.places import RowPlace, Rows, rows_first
 from lightning_ddp_losses.randomness.shared_states import generators_put_back
-from lightning_ddp_losses.randomness.whole_draws import DrawCall, draw_of
+from lightning_ddp_losses.randomness.whole_draws import DrawCall, rule_of_draw
 
 _NUMBERS = 4096  # of a block on the CPU, where seeding a generator takes as long as 200 to 500 numbers
 _NUMBERS_ON_DEVICE = 1 << 20  # where each block is a launch
@@ -34,7 +34,7 @@ def draw_own_blocks(call: DrawCall, place: RowPlace, rows: Rows) -> Any:
     Raises:
         CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
     """
-    draw = draw_of(call, place)
+    draw = rule_of_draw(call, place)
     is_in_place = call.name.endswith("_")
     if call.name == "multinomial":
         return draw(call, place, rows)
@@ -54,7 +54,7 @@ def draw_own_blocks(call: DrawCall, place: RowPlace, rows: Rows) -> Any:
     key = _draw_key(call.kwargs.get("generator"))
     call = call.without_generator()
     with generators_put_back(None):
-        for number, own, of_block in _blocks(rows, size):
+        for number, own, of_block in _blocks_with_rows(rows, size):
 
             def in_block(part: Any, own: slice = own) -> Any:
                 return by_row[id(part)][own] if isinstance(part, Tensor) else part
@@ -106,7 +106,7 @@ def _seed_(seed: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def _blocks(rows: Rows, size: int) -> Iterator[tuple[int, slice, Rows]]:
+def _blocks_with_rows(rows: Rows, size: int) -> Iterator[tuple[int, slice, Rows]]:
     """Yield the number of each block with rows of this rank, the positions of these rows in the rank, and in the block."""
     assert rows.order is None
     end = rows.start + rows.local

@@ -113,10 +113,10 @@ def draw_own_part(call: DrawCall, place: RowPlace, rows: Rows) -> Any:
     Raises:
         CannotDrawError: for an operator that cannot be drawn for the rows of all ranks.
     """
-    return draw_of(call, place)(call, place, rows)
+    return rule_of_draw(call, place)(call, place, rows)
 
 
-def draw_of(call: DrawCall, place: RowPlace) -> Draw:
+def rule_of_draw(call: DrawCall, place: RowPlace) -> Draw:
     """Return how an operator is drawn for the rows of all ranks.
 
     Raises:

@@ -251,7 +251,7 @@ def _local_rows(loader: Any, drawn: _DrawnBatches, lists: set[str]) -> _LoaderRo
         what, expected = f"{_TITLE}: predictions of batch {number}", f"{len(indices)} rows, as the batch has"
         batch = row_lists.pack_lists(given, lists, what)
         _refuse_other_leaves(batch, what)
-        form = _form_of(batch)
+        form = _text_of_forms(batch)
         counts = _counts_of_rows(batch)
         got = ", ".join(map(str, sorted(counts))) or "none"
         fix = "Return one row for each row of the batch: a tensor (B, ...), or a list with one tensor for each row."
@@ -266,7 +266,7 @@ def _local_rows(loader: Any, drawn: _DrawnBatches, lists: set[str]) -> _LoaderRo
             fix="Move them to one device in predict_step.",
         )
         batches.append(batch)
-        first = _form_of(batches[0])
+        first = _text_of_forms(batches[0])
         expected = f"as of batch 0: {first}"
         expect(form == first, what, expected=expected, got=form, fix=_OTHER_SHAPES, error=InputError)
     # join the tensors of all batches
@@ -360,7 +360,7 @@ def _refuse_other_leaves(batch: Any, what: str) -> None:
     )
 
 
-def _form_of(nest: Any) -> str:
+def _text_of_forms(nest: Any) -> str:
     """Return the nest as text, with each tensor replaced by its dtype, shape and device."""
 
     def described(tensor: Tensor) -> str:
@@ -374,7 +374,7 @@ def _form_of(nest: Any) -> str:
 
 def _gather_rows(trainer: Trainer, own: _LoaderRows, by_rank: Sequence[_LoaderRows], name: str) -> Any:
     """Gather the rows of one loader, each row once, in the order of the dataset."""
-    forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in by_rank]
+    forms = ["no batch" if rows.nest is None else f"{_text_of_forms(rows.nest)} {rows.device}" for rows in by_rank]
     if len(set(forms) - {"no batch"}) != 1:
         expected = "the same tensors on every rank, on one at least"
         what = f"{_TITLE}: predictions of {name}"

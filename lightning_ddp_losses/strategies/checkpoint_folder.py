@@ -230,7 +230,7 @@ def read_state(path: str | Path, checkpoint: Mapping[str, Any], likes: Mapping[s
         # a hook may have put another value there
         if isinstance(saved, Tensor) and saved.is_meta and (not likes or name in likes):
             places[name] = _place_for(saved, likes.get(name), in_place=True)
-    return {**checkpoint["state_dict"], **_read(_blocks_of(path, checkpoint), "state_dict", places)}
+    return {**checkpoint["state_dict"], **_read_tree(_blocks_of(path, checkpoint), "state_dict", places)}
 
 
 def read_optimizer_state(
@@ -263,7 +263,7 @@ def read_optimizer_state(
     for name, entry in saved_state.items():
         entries[name] = inputs.map_tensors(partial(_place_for, like=likes.get(name)), entry)
     places = {"state": entries, "param_groups": saved["param_groups"]}
-    state = _read(_blocks_of(path, checkpoint), f"optimizer_{number}", places)
+    state = _read_tree(_blocks_of(path, checkpoint), f"optimizer_{number}", places)
     groups = [{**group, "params": _elements_of(group["params"])} for group in _elements_of(state["param_groups"])]
     # 2. the groups of this optimizer have the same parameters
     own_groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
@@ -335,7 +335,7 @@ def _place_for(saved: Tensor, like: Tensor | None, *, in_place: bool = False) ->
     return place if shard is None else _Block.of(place, shard)
 
 
-def _read(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
+def _read_tree(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
     """Return a tree of places with what blocks hold under a title, by whichever ranks it was written."""
     tree = {title: places}
     reader, planner = FileSystemReader(blocks), DefaultLoadPlanner()

@@ -31,7 +31,7 @@ _OF_A_ROW = (str, bytes, int, float)  # in a list of as many as there are rows
 _KEPT = (str, bytes, bool, type(None))
 
 
-def without_rows(batch: Any) -> Any:
+def batch_without_rows(batch: Any) -> Any:
     """Return a batch of the same structure with 0 rows. Strings, bools and None remain; a list with one of them per row becomes empty.
 
     Raises:

@@ -32,7 +32,7 @@ from lightning_ddp_losses.core import lightning_compat, safe_values
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.strategies.empty_batches import refuse_local_losses, refuse_plain_norms, without_rows
+from lightning_ddp_losses.strategies.empty_batches import batch_without_rows, refuse_local_losses, refuse_plain_norms
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 N = TypeVar("N", int, float)
@@ -394,7 +394,7 @@ class _Stream:
         """Remember a batch of 0 rows for when this rank has run out, or the error if there cannot be one."""
         self._has_empty = True
         try:
-            self._empty = without_rows(batch)
+            self._empty = batch_without_rows(batch)
         except InputError as error:
             self._empty = error
 

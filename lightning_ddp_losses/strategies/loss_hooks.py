@@ -500,7 +500,7 @@ class LossHooks(HostStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, or raise an error on every rank if some rank does not call this or shapes differ."""
         if self._meets_by_name(group):
-            named_calls.meet_in("strategy.all_gather", named_calls.layout_of(tensor))
+            named_calls.meet_in("strategy.all_gather", named_calls.shape_and_dtype(tensor))
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         return gathered
 

@@ -315,7 +315,7 @@ class LossReducer:
         self._sent = _SentGradients(seen, flags, small, dtype)
         num_bytes = sum(p.numel() for p in small) * dtype.itemsize
         if small and len(flags) + num_bytes <= handshake.inline_capacity():
-            return flags + raw_collectives.host_bytes(_flat(small, dtype))
+            return flags + raw_collectives.host_bytes(_flat_gradients(small, dtype))
         return flags
 
     def receive(self, payloads: Sequence[bytes]) -> None:
@@ -331,7 +331,7 @@ class LossReducer:
             gathered = torch.frombuffer(rows, dtype=sent.dtype).view(len(payloads), -1)
             sent.mean = functools.partial(gathered.mean, 0)
         elif sent.parameters:
-            sent.mean = raw_collectives.start_mean(_flat(sent.parameters, sent.dtype))
+            sent.mean = raw_collectives.start_mean(_flat_gradients(sent.parameters, sent.dtype))
 
     # ------------------------------------------------------------------ after backward
 
@@ -370,7 +370,7 @@ class LossReducer:
             is_expected = [expected is None or p.owner < 0 or expected[p.owner] for p in plan.reduced]
             is_reduced = list(map(and_, plan.is_small, is_expected))
             small = plan.marked(is_reduced)
-            mean = raw_collectives.start_mean(_flat(small, self._dtype_of(small), now.flags))()
+            mean = raw_collectives.start_mean(_flat_gradients(small, self._dtype_of(small), now.flags))()
             sums = [round(value * world_size) for value in mean[: len(now.flags)].tolist()]
             _write_mean_(mean[len(now.flags) :], small)
         else:
@@ -404,7 +404,7 @@ class LossReducer:
     def _reduce_now(self, plan: ReductionPlan, marks: Sequence[bool]) -> None:
         """Replace marked gradients by their means, together. A gradient that is None counts as zeros, and remains None."""
         small = plan.marked(map(and_, marks, plan.is_small))
-        wait_for_small = raw_collectives.start_mean(_flat(small, self._dtype_of(small))) if small else None
+        wait_for_small = raw_collectives.start_mean(_flat_gradients(small, self._dtype_of(small))) if small else None
         # a large one in its own memory, where dtypes allow
         started: list[tuple[Tensor, Callable[[], Tensor]]] = []
         for parameter in plan.marked(map(gt, marks, plan.is_small)):
@@ -433,7 +433,7 @@ def _sum_flags(agreement: Agreement, flags: Sequence[int], timeout: timedelta | 
     return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
 
 
-def _flat(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> Tensor:
+def _flat_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> Tensor:
     """Return flags and gradients in one buffer. A parameter without a dense gradient adds zeros."""
     device = parameters[0].device if parameters else torch.device("cpu")
     pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []

@@ -40,7 +40,7 @@ def meet_to_save() -> None:
 
 def meet_to_reduce(tensor: Tensor, reduce_op: object) -> None:
     """Meet before a value is reduced, with its name if it was logged for an epoch."""
-    must_match = {**layout_of(tensor), "reduce_op": reduce_op}
+    must_match = {**shape_and_dtype(tensor), "reduce_op": reduce_op}
     logged = logged_value([*callers(inspect.currentframe())])
     if logged is None:
         meet_in("strategy.reduce", must_match)
@@ -53,6 +53,6 @@ def meet_in(operation: str, must_match: dict[str, object]) -> None:
     handshake.meet_by_name(ProgramCall(operation, users_line(inspect.currentframe())), must_match)
 
 
-def layout_of(tensor: Tensor) -> dict[str, object]:
+def shape_and_dtype(tensor: Tensor) -> dict[str, object]:
     """Return what ranks compare of a tensor that is reduced or gathered."""
     return {"shape": tuple(tensor.shape), "dtype": tensor.dtype}

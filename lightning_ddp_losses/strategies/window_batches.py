@@ -48,7 +48,7 @@ class _Batch(NamedTuple):
     lacks_rows: bool | None
 
 
-def _versions(fetched: Any) -> list[int]:
+def _versions_in(fetched: Any) -> list[int]:
     tensors = [leaf for leaf in torch_compat.tree_leaves(fetched) if isinstance(leaf, Tensor)]
     return [torch_compat.tensor_version(tensor) for tensor in tensors if not tensor.is_inference()]
 
@@ -96,7 +96,7 @@ class WindowLoader(CombinedLoader):
                 counts = getattr(self.fit.module, LOSS_COUNTS)(fetched[0])
         lacking = self._lacking()
         lacks_rows = lacking.pop() if lacking else None
-        self._ahead.append(_Batch(fetched, counts, _versions(fetched), lacks_rows))
+        self._ahead.append(_Batch(fetched, counts, _versions_in(fetched), lacks_rows))
         return True
 
     def _lacking(self) -> Any:
@@ -107,7 +107,7 @@ class WindowLoader(CombinedLoader):
         """Refuse a loader that writes the next batch into the memory of one that is still to be trained on."""
         with self.fit.raise_on_all_ranks("a training loader"):
             expect(
-                all(batch.versions == _versions(batch.fetched) for batch in batches),
+                all(batch.versions == _versions_in(batch.fetched) for batch in batches),
                 "a batch of an accumulation window, whose batches are read ahead",
                 expected="memory of its own",
                 got="tensors that the loader has written to again",
@@ -129,7 +129,7 @@ class WindowLoader(CombinedLoader):
         # 1. the batch that is trained on, and one that Lightning has fetched ahead. Its hooks may have written to them
         number = 1 + lightning_compat.prefetched_batches(self.fit.trainer.fit_loop)
         handed_over = list(self._handed_over)[-number:]
-        handed_over = [batch._replace(versions=_versions(batch.fetched)) for batch in handed_over]
+        handed_over = [batch._replace(versions=_versions_in(batch.fetched)) for batch in handed_over]
         # 2. the remaining batches of the window
         while number + len(self._ahead) < batches and self._read_one():
             pass
