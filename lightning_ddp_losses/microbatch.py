@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -105,43 +106,30 @@ class _Pieces:
         versions, pieces = self._parameter_versions(), self._number_of_pieces(rows)
         if pieces > 1 and not self._has_rows_first:
             self._refuse_other_dims(versions, args, kwargs, rows)
+        # 2. random numbers of the pieces
         tensors = inputs.tensors_in((args, kwargs))
         batch = [tensor for tensor in tensors if tensor.ndim and tensor.shape[0] == rows]
         runs: PieceRuns | None = start_pieces(batch, self.encoder)
         if runs is None:
             devices = {tensor.device for tensor in tensors}
             runs = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)
+        # 3. run one piece after the other, and join their results: a rank without rows still runs its encoder
+        joined = _Joined(rows)
+        run: Callable[..., Any] = self._run_again
+        if torch.is_grad_enabled():  # backward reruns a piece with the same random numbers
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=not runs.are_complete)
         with runs.of_all():
-            result = self._run_all(versions, args, kwargs, rows, pieces, runs)
+            for number in range(pieces):
+                start = min(number * self.chunk_size, rows)
+                piece = slice(start, min(start + self.chunk_size, rows))
+                piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
+                runs.add(piece, tensors, inputs.tensors_in((piece_args, piece_kwargs)))
+                result = run(runs, number, versions, piece_args, piece_kwargs)
+                joined.add(result, piece)
+                runs.note_results(inputs.tensors_in(result))
+            result = joined.result()
             runs.mark(inputs.tensors_in(result))
         return result
-
-    def _run_all(
-        self,
-        versions: list[int],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rows: int,
-        pieces: int,
-        runs: PieceRuns,
-    ) -> Any:
-        """Run one piece after the other, and join their results. A rank without rows still runs its encoder."""
-        joined = _Joined(rows)
-        for number in range(pieces):
-            start = min(number * self.chunk_size, rows)
-            piece = slice(start, min(start + self.chunk_size, rows))
-            piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
-            runs.add(piece, inputs.tensors_in((args, kwargs)), inputs.tensors_in((piece_args, piece_kwargs)))
-            arguments = (runs, number, versions, piece_args, piece_kwargs)
-            if torch.is_grad_enabled():
-                # its backward reruns the piece with the same random numbers
-                preserve = not runs.are_complete
-                result = checkpoint(self._run_again, *arguments, use_reentrant=False, preserve_rng_state=preserve)
-            else:
-                result = self._run_again(*arguments)
-            joined.add(result, piece)
-            runs.note_results(inputs.tensors_in(result))
-        return joined.result()
 
     def _refuse_other_dims(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
         """Reject results with a first dimension that does not count rows, and may have the size of a piece by chance.
