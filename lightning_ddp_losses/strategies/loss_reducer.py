@@ -87,7 +87,7 @@ class ReductionPlan:
         self.reduced, self.new = reduced, new
         self.parameters = [p.parameter for p in reduced]
         self.is_small = [p.nbytes <= LARGE_BYTES for p in self.parameters]
-        self.is_on_host = all(p.device.type == "cpu" for p in self.parameters)
+        self.is_on_host = _are_on_host(self.parameters)
         self.is_of_losses = all(p.owner >= 0 for p in reduced)
         text = "; ".join(f"{p.name} {tuple(p.parameter.shape)} {p.parameter.dtype}" for p in reduced)
         described = f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
@@ -431,6 +431,11 @@ def _sum_flags(agreement: Agreement, flags: Sequence[int], timeout: timedelta | 
     pending = handshake.start(agreement, {}, json.dumps(flags).encode())
     pending.receive(timeout)
     return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
+
+
+def _are_on_host(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether gradients can be read without waiting for an accelerator."""
+    return all(p.device.type == "cpu" for p in parameters)
 
 
 def _flat_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> Tensor:
