@@ -52,7 +52,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[World]]:
 def test_a_process_that_is_no_more(worlds: list[World]) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     own = ProcessInfo.own()
-    other = own._replace(pid=process.pid, started=liveness._state_of(process.pid)[1])
+    other = own._replace(pid=process.pid, started=liveness._state_of_process(process.pid)[1])
     assert not other.has_ended()
     assert own._replace(started="another one's").has_ended()  # the number is somebody else's now
     process.kill()
