@@ -23,7 +23,8 @@ class Trained(LightningModule):
 
     by_hand = False
     seed = 1
-    rate: dict[str, float] = {"lr": 0.1}  # noqa: RUF012 - nobody writes to it
+    lr = 0.1
+    momentum = 0.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Trained(LightningModule):
         """Make the modules."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), **self.rate)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
 class MeanSquare(Trained):

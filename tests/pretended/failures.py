@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
-from lightning_ddp_losses.losses.sharded_weight import LocalClasses
-from lightning_ddp_losses.losses.two_towers import TowerCall
+from tests.doors import LocalClasses, TowerCall
 from tests.lightning_ranks import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device

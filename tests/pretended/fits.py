@@ -37,8 +37,7 @@ from lightning_ddp_losses import (
     SyncBatchNorm,
     differentiable,
 )
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.distributed import handshake
+from tests.doors import DEFAULT_CHECKS, handshake
 from tests.lightning_ranks import QUIET, RankEnvironment
 from tests.pretended.devices import HOST, Device
 from tests.pretended.forks import on_forked_ranks

@@ -24,11 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy, SyncBatchNorm
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.layers import forward_plan
-from lightning_ddp_losses.layers.forward_plan import PlannedCall
 from tests.counting import CountCollectives
+from tests.doors import PlannedCall, handshake
 from tests.lightning_ranks import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device, waits_in

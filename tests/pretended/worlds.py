@@ -35,7 +35,7 @@ from lightning_ddp_losses import (
     global_mean,
     global_rows,
 )
-from lightning_ddp_losses.core.inputs import map_tensors
+from tests.doors import map_tensors
 from tests.losses.test_listed_exchanges import barlow, vicreg
 from tests.pretended import backend, ranks
 from tests.pretended.devices import Counting, Device

@@ -43,7 +43,7 @@ def make_loss(name: str = "ArcFaceLoss", seed: int = 0) -> nn.Module:
 
 
 class Job(LightningModule):
-    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`, or step by hand."""
+    """An encoder and one learnable loss in float64; jobs differ in `build`, in `loss_of` or `objective`, or step by hand."""
 
     by_hand = False
 
@@ -59,7 +59,10 @@ class Job(LightningModule):
         self.loss = make_loss(loss)
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
-        return self.loss(self.encoder(features), labels)
+        return self.loss_of(self.encoder(features), labels, index)
+
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor | None:
+        return self.loss(embeddings, labels)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
         return self.objective(*batch, index)

@@ -139,8 +139,8 @@ class Wrapped(Job):
     def build(self, loss: str) -> None:
         self.arc = GlobalBatchLoss(make_loss(loss))
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.arc(self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.arc(embeddings, labels)
 
 
 OTHERS: dict[str, tuple[Callable[[], Job], tuple[str, ...]]] = {

@@ -46,8 +46,8 @@ class Signalled(Job):  # some ranks get the signal, each at another place of a s
         super().__init__()
         self.ranks = ranks
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(dropout(self.encoder(features), 0.2), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(dropout(embeddings, 0.2), labels)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if index == AT and self.global_rank in self.ranks and self.global_rank % 2 == 0:
