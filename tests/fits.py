@@ -43,9 +43,10 @@ class MeanSquare(Trained):
     """The mean square of what a linear layer gives for the rows of a batch."""
 
     features = 3
+    dtype_of_layer = torch.float32
 
     def build(self) -> None:
-        self.layer = nn.Linear(self.features, 1)
+        self.layer = nn.Linear(self.features, 1, dtype=self.dtype_of_layer)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         rows = batch if isinstance(batch, Tensor) else batch[0]

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.fits import MeanSquare
 from tests.lightning_ranks import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use")
@@ -37,12 +38,14 @@ HOOKS = {
 }
 
 
-class Logs(LightningModule):
+class Logs(MeanSquare):
     """Logs in one hook: names by rank, or one more on rank 0, or the same on all ranks."""
+
+    features = 2
 
     def __init__(self, hook: str, names: str) -> None:
         super().__init__()
-        self.layer, self.names, self.calls = nn.Linear(2, 1), names, 0
+        self.names, self.calls = names, 0
         given = getattr(self, hook)
 
         def log_in_hook(*args: Any) -> Any:
@@ -60,15 +63,9 @@ class Logs(LightningModule):
             self.log("only", 1.0, **options)
         self.log("alone", float(rank), on_step=False, on_epoch=True, batch_size=1)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
-
     def validation_step(self, batch: list[Tensor], index: int) -> None: ...
 
     def test_step(self, batch: list[Tensor], index: int) -> None: ...
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def run(hook: str, names: str, stage: str, strategy: str) -> tuple[int, dict[str, float], list[str]]:
@@ -106,12 +103,14 @@ def test_the_same_names_are_silent(pool: RankPool, strategy: str) -> None:
             assert found == []
 
 
-class Copied(LightningModule):
+class Copied(MeanSquare):
     """Copies and pickles itself while the checks run. One hook is the object's own."""
+
+    features = 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.own = nn.Linear(2, 1), 0
+        self.own = 0
         self.on_train_epoch_end = self.count  # type: ignore[method-assign]
 
     def count(self) -> None:
@@ -121,10 +120,7 @@ class Copied(LightningModule):
         for twin in (deepcopy(self), pickle.loads(pickle.dumps(self))):
             assert twin.on_validation_epoch_end == twin.__class__.on_validation_epoch_end.__get__(twin)
             assert twin.on_train_epoch_end == twin.count
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, index)
 
 
 def hooks_of_a_copied_module() -> tuple[int, list[str]]:
@@ -142,23 +138,19 @@ def test_a_module_keeps_its_hooks(pool: RankPool) -> None:
 # ---------------------------------------------------------------------- values of one rank
 
 
-class Alone(LightningModule):
+class Alone(MeanSquare):
     """Logs its mean row without ``sync_dist``."""
+
+    features = 1
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.layer, self.name = nn.Linear(1, 1), name
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
+        self.name = name
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log(self.name, batch[0].mean())
 
     test_step = validation_step
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def values_of_one_rank(stage: str, strategy: str, watch: bool) -> list[tuple[str, str, list[Any]]]:
