@@ -6,7 +6,6 @@ Steps by hand, and whole fits of a Lightning Trainer.
 from __future__ import annotations
 
 import contextlib
-import json
 import traceback
 import warnings
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from tests.lightning_ranks import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device, waits_in
 from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy
-from tests.pretended.forks import on_forked_ranks
+from tests.pretended.forks import write_found
 
 WIDTH, LAYERS, STEPS = 4, 5, 5
 BAD_STEP = 4  # the plan is followed in it
@@ -289,9 +288,4 @@ def _as_rank(device: Device, rank: int) -> dict[str, Any]:
 
 def main(device: Device, path: Path) -> None:
     """Runs everything on two ranks, on three, and on two pairs; writes what each rank found."""
-    results = {}
-    for world_size in (2, 3, 4):
-        folder = path.parent / str(world_size)
-        folder.mkdir()
-        results[str(world_size)] = on_forked_ranks(partial(_as_rank, device), world_size, folder, carries=True)
-    path.write_text(json.dumps(results))
+    write_found(path, partial(_as_rank, device), {"2": (2, True), "3": (3, True), "4": (4, True)})

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, batches, cuts
 from tests.strategies.jobs import TASK, make_loss, trainer_alone
@@ -201,7 +202,7 @@ def run(module: Modes, trainer: Any, world_size: int, rank: int) -> dict[str, Te
     if cell["fits"] == "twice":
         trainer.fit_loop.max_epochs += EPOCHS - 1
         trainer.fit(module, data, validation)
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    return weights_of(module)
 
 
 def fit_alone(cell: Cell) -> dict[str, Tensor]:
