@@ -20,13 +20,13 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy, SyncBatchNorm
 from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.layers import forward_plan
 from tests.counting import CountCollectives
 from tests.doors import PlannedCall, handshake
+from tests.fits import listed
 from tests.lightning_ranks import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device, waits_in
@@ -241,7 +241,7 @@ def fit(device: Device, strategy: DDPStrategy, fails: str = "") -> list[Tensor]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader([rows(rank, step) for step in range(BAD_STEP + 1)], batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(module, listed([rows(rank, step) for step in range(BAD_STEP + 1)]))  # type: ignore[arg-type]
     return [device.to_host(tensor).double() for tensor in module.state_dict().values()]
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
+from tests.fits import listed
 from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Encoder, Task, batches, cuts
 
@@ -89,7 +90,7 @@ def loader(
     """The slice of each global batch that a rank gets, this one by default."""
     world_size = dist.get_world_size() if world_size is None else world_size
     part = cuts(task.rows, world_size, even=even)[dist.get_rank() if rank is None else rank]
-    return DataLoader([(features[part], labels[part]) for features, labels in batches(task)], batch_size=None)
+    return listed([(features[part], labels[part]) for features, labels in batches(task)])
 
 
 def strategy_of(strategy: Strategy) -> DDPLossStrategy | str:

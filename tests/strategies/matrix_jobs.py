@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss
-from tests.fits import weights_of
+from tests.fits import listed, weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, batches, cuts
 from tests.strategies.jobs import TASK, make_loss, trainer_alone
@@ -154,8 +153,8 @@ def loader_of(cell: Cell, world_size: int, rank: int) -> Any:
     part = cuts(TASK.rows, world_size)[rank]
     rows = [(features[part], labels[part]) for features, labels in batches(TASK)]
     if cell["loaders"] == "one":
-        return DataLoader(rows, batch_size=None)
-    loaders = {"first": DataLoader(rows, batch_size=None), "second": DataLoader(rows[:2], batch_size=None)}
+        return listed(rows)
+    loaders = {"first": listed(rows), "second": listed(rows[:2])}
     return CombinedLoader(loaders, "max_size_cycle")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import Trained
+from tests.fits import Trained, listed
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import Strategy, strategy_of, trainer_alone
 
@@ -30,7 +30,7 @@ def loaders(world_size: int, rank: int | None) -> DataLoader:
     for rows in ROWS[world_size]:
         parts = torch.rand(sum(rows), 2, generator=generator, dtype=torch.float64).split(rows)
         batches.append(torch.cat(parts) if rank is None else parts[rank])
-    return DataLoader(batches, batch_size=None)
+    return listed(batches)
 
 
 class Logging(Trained):  # logs means of its input in several ways; its weight stays as it is
