@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_ddp_losses import ClipLoss, ConfigurationError, GlobalBatchLoss, InputError, microbatched
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.fits import grads_of
 from tests.oracle import Encoder, Task, assert_close, batches, cuts, graded
 from tests.refusals import refusals_of_one_process
 
@@ -34,10 +35,6 @@ def encoder(dropout: float = 0.0) -> nn.Module:
 def objective(embeddings: Tensor) -> Tensor:
     """Every row meets every other."""
     return torch.logsumexp(embeddings @ embeddings.t(), 1).square().mean()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def rows() -> Tensor:
@@ -77,7 +74,7 @@ def test_each_backward_draws_the_masks_of_the_forward() -> None:
     for _ in range(2):
         module.zero_grad()
         value.backward(retain_graph=True)
-        found.append(gradients(module))
+        found.append(grads_of(module))
     assert_close(found[1], found[0], rtol=0.0)
     assert torch.equal(before, torch.get_rng_state())
 
@@ -98,7 +95,7 @@ def test_autocast_is_that_of_the_forward() -> None:
     assert ours.dtype == truth.dtype == torch.bfloat16
     objective(truth.float()).backward()
     objective(ours.float()).backward()
-    assert_close(gradients(pieces), gradients(whole), rtol=2e-2)
+    assert_close(grads_of(pieces), grads_of(whole), rtol=2e-2)
 
 
 class Nest(nn.Module):
@@ -240,7 +237,7 @@ def under_ddp(how: str, static_graph: bool = False) -> tuple[dict[str, Tensor], 
         with CountCollectives() as counter:
             loss(run(x)).backward()
     inner = ddp.module.encoder if how == "inside" else ddp.module
-    return gradients(inner), sum("allreduce" in name for name in counter.take())
+    return grads_of(inner), sum("allreduce" in name for name in counter.take())
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -251,7 +248,7 @@ def test_one_reduction_under_ddp(pool: RankPool, how: str, static_graph: bool) -
     _, plain = pool.run(2, under_ddp, "plainly")[0]
     for world_size in (2, 3):
         for found, reductions in pool.run(world_size, under_ddp, how, static_graph):
-            assert_close(found, gradients(alone))
+            assert_close(found, grads_of(alone))
             assert reductions <= plain
 
 
@@ -327,13 +324,13 @@ def test_batch_norm_at_rest() -> None:
     value = objective(microbatched(module, 5, batch_norm="eval")(rows()))
     assert norm.training
     value.backward()
-    ours = gradients(module)
+    ours = grads_of(module)
     assert norm.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in norm.state_dict().items())
     module.zero_grad()
     norm.eval()
     objective(module(rows())).backward()
-    assert_close(ours, gradients(module))
+    assert_close(ours, grads_of(module))
 
 
 class TimeFirst(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers, regularizers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable, global_mean
+from tests.fits import grads_of, listed
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import trainer_alone
 
@@ -24,12 +25,31 @@ FEATURES, DIM, CLASSES, IGNORED = 5, 4, 5, -100
 Batch = tuple[Tensor, Tensor]
 
 
-def rows_of_rank(rows: Sequence[Sequence[int]], micro_batch: int, rank: int) -> Batch:
-    """The rows and labels of a rank in a micro-batch, of which there are ``rows[micro_batch][rank]``."""
-    generator = torch.Generator().manual_seed(10 * micro_batch + rank)
-    number = rows[micro_batch][rank]
-    features = torch.randn(number, 3, generator=generator, dtype=torch.float64)
-    return features, torch.randint(0, 3, (number,), generator=generator)
+@dataclass(frozen=True)
+class Rows:
+    """Rows and labels: in a world, a rank has ``numbers[world][micro_batch][rank]`` of them in a micro-batch."""
+
+    numbers: Mapping[int, Sequence[Sequence[int]]]
+    features: int = 3
+    lowest_label: int = 0
+
+    def of(self, micro_batch: int, rank: int, world: int) -> Batch:
+        generator = torch.Generator().manual_seed(10 * micro_batch + rank)
+        number = self.numbers[world][micro_batch][rank]
+        features = torch.randn(number, self.features, generator=generator, dtype=torch.float64)
+        return features, torch.randint(self.lowest_label, 3, (number,), generator=generator)
+
+    def own(self, window: Sequence[int] | None = None) -> list[Batch]:
+        """This rank's part of each micro-batch of a window, of all by default."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return [self.of(i, rank, world) for i in window or range(len(self.numbers[world]))]
+
+    def whole(self, world: int, window: Sequence[int] | None = None, left_out: Container[Any] = ()) -> Batch:
+        """The rows of all ranks in a window, but for some places: a micro-batch and a rank."""
+        places = itertools.product(window or range(len(self.numbers[world])), range(world))
+        parts = [self.of(*place, world) for place in places if place not in left_out]
+        features, labels = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(labels)
 
 
 class Net(nn.Module):  # an encoder whose seed is the same on every rank
@@ -217,10 +237,13 @@ class Job(LightningModule):  # a net and a loss; the loader gives a rank's part 
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+        self.gradients.append({name: grad.clone() for name, grad in grads_of(self).items()})
 
     def on_train_end(self) -> None:
         self.whole_state = dict(self.trainer.strategy.lightning_module_state_dict())
+
+    def found(self) -> dict[str, Any]:
+        return {"state": self.whole_state, "gradients": self.gradients, "logged": self.logged}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -241,8 +264,17 @@ def own_batches(batches: Sequence[Batch]) -> list[Batch]:
     return [(rows[own], labels[own]) for (rows, labels), own in zip(batches, cut, strict=True)]
 
 
-def loader(batches: Sequence[Any]) -> DataLoader[Any]:
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+def train(
+    module: LightningModule, batches: Sequence[Any], strategy: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Fit on this rank's batches, in windows unless the strategy's options say otherwise."""
+    made = DDPLossStrategy(**{"accumulation": "window", **(strategy or {})})
+    make_trainer(made, **options).fit(module, listed(batches))
+
+
+def sizes_of(windows: int | Sequence[int]) -> list[int]:
+    """The sizes of windows, by epoch."""
+    return [windows] if isinstance(windows, int) else list(windows)
 
 
 def fit(
@@ -257,26 +289,25 @@ def fit(
         options: Of the trainer.
         strategy: Options of the strategy.
     """
-    sizes = [windows] if isinstance(windows, int) else list(windows)
+    sizes = sizes_of(windows)
     job = Job(case, window=sizes[0])
     job.batches = own_batches(job.global_batches(count, min(sizes)))
     schedule = GradientAccumulationScheduler(dict(enumerate(sizes)))
     options = {"callbacks": [schedule], "max_epochs": len(sizes)} | (options or {})
-    trainer = make_trainer(DDPLossStrategy(**{"accumulation": "window", **strategy}), **options)
-    trainer.fit(job, loader(job.batches))
-    return {"state": job.whole_state, "gradients": job.gradients, "logged": job.logged}
+    train(job, job.batches, strategy, **options)
+    return job.found()
 
 
 def fit_alone(
     case: str, windows: int | Sequence[int], count: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train in one process on all rows of each window at once, with plain Lightning."""
-    sizes = [windows] if isinstance(windows, int) else list(windows)
+    sizes = sizes_of(windows)
     job = Job(case, alone=True)
     batches = job.global_batches(count, min(sizes))
     for size in sizes:
         for start in range(0, count, size):
             rows, labels = zip(*batches[start : start + size], strict=True)
             job.batches.append((torch.cat(rows), torch.cat(labels)))
-    trainer_alone(**(options or {})).fit(job, loader(job.batches))
-    return {"state": job.whole_state, "gradients": job.gradients, "logged": job.logged}
+    trainer_alone(**(options or {})).fit(job, listed(job.batches))
+    return job.found()

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, LossCheck, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CLASSES, IGNORED, Batch, Job, cross_entropy_of, loader, own_batches
+from tests.accumulation.jobs import CLASSES, IGNORED, Batch, Job, cross_entropy_of, own_batches
 from tests.accumulation.test_parity import ByHand
+from tests.fits import listed
 from tests.lightning_ranks import make_trainer
 
 FEATURES = 5
@@ -35,7 +36,7 @@ def checked(job: LightningModule, batches: Sequence[Any], strategy: Any, **optio
     losses = LossCheck()
     checks = DDPChecks(action="log", summary=False, file=False)
     trainer = make_trainer(strategy, callbacks=[checks, losses], **options)
-    trainer.fit(job, loader(batches))
+    trainer.fit(job, listed(batches))
     return {"findings": [finding.record() for finding in checks.findings], "losses": losses.history}
 
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics as tm
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_ddp_losses import (
-    DDPLossStrategy,
     GlobalBatchLoss,
     accumulation_window,
     differentiable,
@@ -24,14 +22,13 @@ from lightning_ddp_losses import (
     ssl,
 )
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import loader, rows_of_rank
-from tests.answers import assert_all_close, assert_errors
-from tests.lightning_ranks import make_trainer
+from tests.accumulation.jobs import Batch, Rows, train
+from tests.answers import as_one_process, assert_all_close, assert_errors, one_error
+from tests.fits import Trained, grads_of, mean_over_ranks
 
-ROWS = {1: ((3,), (2,), (4,)), 2: ((1, 4), (5, 1), (2, 3)), 3: ((1, 4, 2), (5, 1, 0), (2, 3, 6))}  # by micro-batch
+ROWS = Rows({2: ((1, 4), (5, 1), (2, 3)), 3: ((1, 4, 2), (5, 1, 0), (2, 3, 6))})
 WORLDS = [2, 3]
-Rows = tuple[Tensor, Tensor]
-Body = Callable[[Any, "Net", list[Rows]], Any]
+Body = Callable[[Any, "Net", list[Batch]], Any]
 
 
 class Net(nn.Module):  # three rows of logits, and a number that no module holds
@@ -46,54 +43,41 @@ class Net(nn.Module):  # three rows of logits, and a number that no module holds
         return logits
 
 
-def rows_of(micro_batch: int, rank: int, world: int) -> Rows:
-    return rows_of_rank(ROWS[world], micro_batch, rank)
-
-
-def own_rows() -> list[Rows]:
-    return [rows_of(i, dist.get_rank(), dist.get_world_size()) for i in range(3)]
-
-
 def mean_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return global_mean(cross_entropy(logits, labels, reduction="sum"), len(labels), **options)
 
 
 def gradients(net: Net) -> dict[str, Tensor]:
-    """The mean over ranks of all gradients."""
-    found = {}
-    for name, parameter in (*net.named_parameters(), ("scale", net.scale[0])):
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(grad)
-        found[name] = grad / dist.get_world_size()
-    return found
-
-
-def alone(loss: Callable[[Net, Tensor, Tensor], Tensor], world: int, left_out: Sequence[tuple[int, int]] = ()) -> Any:
-    """The gradients of one process on the rows of all ranks and micro-batches but those left out."""
-    net = Net()
-    parts = [rows_of(i, rank, world) for i in range(3) for rank in range(world) if (i, rank) not in left_out]
-    features, labels = zip(*parts, strict=True)
-    loss(net, torch.cat(features), torch.cat(labels)).backward()
+    """All gradients, also those that are missing."""
     found = dict(net.named_parameters()) | {"scale": net.scale[0]}
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in found.items()}
+
+
+def truth_of(
+    loss: Callable[..., Tensor], world: int = 2, left_out: Sequence[tuple[int, int]] = ()
+) -> dict[str, Tensor]:
+    """The gradients of one process on the rows of all ranks and micro-batches but those left out."""
+    net = Net()
+    loss(net, *ROWS.whole(world, left_out=left_out)).backward()
+    return gradients(net)
 
 
 # ---------------------------------------------------------------------- what is exact
 
 
-def new_instance(window: Any, net: Net, batches: list[Rows]) -> None:
+def new_instance(window: Any, net: Net, batches: list[Batch]) -> None:
     for rows, labels in batches:
         with window.micro_batch():
             GlobalBatchLoss(nn.CrossEntropyLoss())(net(rows), labels).backward()
 
 
-def new_metric(window: Any, net: Net, batches: list[Rows]) -> None:
+def new_metric(window: Any, net: Net, batches: list[Batch]) -> None:
     for rows, _ in batches:
         with window.micro_batch():
             differentiable(tm.MeanSquaredError())(net(rows), torch.zeros_like(rows)).backward()
 
 
-def forwards(window: Any, net: Net, batches: list[Rows]) -> list[Tensor]:
+def forwards(window: Any, net: Net, batches: list[Batch]) -> list[Tensor]:
     values = []
     for rows, labels in batches:
         with window.micro_batch():
@@ -101,15 +85,15 @@ def forwards(window: Any, net: Net, batches: list[Rows]) -> list[Tensor]:
     return values
 
 
-def one_backward(window: Any, net: Net, batches: list[Rows]) -> None:
+def one_backward(window: Any, net: Net, batches: list[Batch]) -> None:
     sum(forwards(window, net, batches)).backward()  # type: ignore[union-attr]
 
 
-def stacked(window: Any, net: Net, batches: list[Rows]) -> None:
+def stacked(window: Any, net: Net, batches: list[Batch]) -> None:
     torch.stack(forwards(window, net, batches)).mean().mul(3).backward()
 
 
-def two_backwards(window: Any, net: Net, batches: list[Rows]) -> None:
+def two_backwards(window: Any, net: Net, batches: list[Batch]) -> None:
     for rows, labels in batches:
         with window.micro_batch():
             logits = net(rows)
@@ -118,13 +102,13 @@ def two_backwards(window: Any, net: Net, batches: list[Rows]) -> None:
         second.backward()
 
 
-def twice(window: Any, net: Net, batches: list[Rows]) -> None:
+def twice(window: Any, net: Net, batches: list[Batch]) -> None:
     for value in forwards(window, net, batches):
         value.backward(retain_graph=True)
         value.backward()
 
 
-def other_orders(window: Any, net: Net, batches: list[Rows]) -> None:
+def other_orders(window: Any, net: Net, batches: list[Batch]) -> None:
     values = forwards(window, net, batches)
     for i in ((0, 1, 2), (1, 0, 2), (2, 1, 0))[dist.get_rank()]:
         values[i].backward()
@@ -133,13 +117,13 @@ def other_orders(window: Any, net: Net, batches: list[Rows]) -> None:
 LEFT_OUT = [(0, 0), (1, 1), (2, 2)]  # micro-batch and rank
 
 
-def skipping(window: Any, net: Net, batches: list[Rows]) -> None:
+def skipping(window: Any, net: Net, batches: list[Batch]) -> None:
     for i, value in enumerate(forwards(window, net, batches)):
         if (i, dist.get_rank()) not in LEFT_OUT:
             value.backward()
 
 
-def skipping_between(window: Any, net: Net, batches: list[Rows]) -> None:
+def skipping_between(window: Any, net: Net, batches: list[Batch]) -> None:
     for i, (rows, labels) in enumerate(batches):
         with window.micro_batch():
             value = GlobalBatchLoss(nn.CrossEntropyLoss())(net(rows), labels)
@@ -147,20 +131,20 @@ def skipping_between(window: Any, net: Net, batches: list[Rows]) -> None:
             value.backward()
 
 
-def plain_tensor(window: Any, net: Net, batches: list[Rows]) -> None:
+def plain_tensor(window: Any, net: Net, batches: list[Batch]) -> None:
     for rows, labels in batches:
         with window.micro_batch():
             mean_loss(net(rows) * net.scale[0], labels).backward()
 
 
-def outputs(window: Any, net: Net, batches: list[Rows]) -> None:
+def outputs(window: Any, net: Net, batches: list[Batch]) -> None:
     metric = differentiable(tm.MeanSquaredError(num_outputs=3))
     for rows, _ in batches:
         with window.micro_batch():
             metric(net(rows), torch.zeros_like(rows)).sum().backward()
 
 
-def scaled(window: Any, net: Net, batches: list[Rows]) -> None:
+def scaled(window: Any, net: Net, batches: list[Batch]) -> None:
     """A scaler of half precision, which divides the gradients before the window ends."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -171,7 +155,7 @@ def scaled(window: Any, net: Net, batches: list[Rows]) -> None:
     scaler.unscale_(optimizer)
 
 
-def penalised_input(window: Any, net: Net, batches: list[Rows]) -> None:
+def penalised_input(window: Any, net: Net, batches: list[Batch]) -> None:
     """A penalty on the gradient of each row, whose input needs a gradient."""
     for given, labels in batches:
         rows = given.clone().requires_grad_()
@@ -216,15 +200,16 @@ EXACT: dict[str, tuple[Body, Callable[[Net, Tensor, Tensor], Tensor], Sequence[t
 def by_hand(name: str) -> dict[str, Tensor]:
     net = Net()
     with accumulation_window(net, micro_batches=3) as window:
-        EXACT[name][0](window, net, own_rows())
-    return gradients(net)
+        EXACT[name][0](window, net, ROWS.own())
+    return mean_over_ranks(gradients(net))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", EXACT)
-def test_one_process(pool: RankPool, name: str, world: int) -> None:
+def truth_of_row(name: str, world: int) -> dict[str, Tensor]:
     _, loss, left_out = EXACT[name]
-    assert_all_close(pool.run(world, by_hand, name), alone(loss, world, left_out))
+    return truth_of(loss, world, left_out)
+
+
+test_one_process = as_one_process(by_hand, truth_of_row, EXACT, WORLDS)
 
 
 # ---------------------------------------------------------------------- what is an error
@@ -238,7 +223,7 @@ class LogMSE(tm.MeanSquaredError):
 def each(step: Callable[[Net, int, Tensor, Tensor], Any]) -> Body:
     """A body that declares each micro-batch."""
 
-    def body(window: Any, net: Net, batches: list[Rows]) -> None:
+    def body(window: Any, net: Net, batches: list[Batch]) -> None:
         for i, (rows, labels) in enumerate(batches):
             with window.micro_batch():
                 step(net, i, rows, labels)
@@ -266,7 +251,7 @@ def failing(net: Net, i: int, rows: Tensor, labels: Tensor) -> None:
         mean_loss(logits, labels).backward()
 
 
-def reduced_inside(window: Any, net: Net, batches: list[Rows]) -> None:
+def reduced_inside(window: Any, net: Net, batches: list[Batch]) -> None:
     other_orders(window, net, batches)
     for parameter in net.parameters():
         assert parameter.grad is not None
@@ -274,28 +259,28 @@ def reduced_inside(window: Any, net: Net, batches: list[Rows]) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def clipped(window: Any, net: Net, batches: list[Rows]) -> None:
+def clipped(window: Any, net: Net, batches: list[Batch]) -> None:
     one_backward(window, net, batches)
     nn.utils.clip_grad_norm_(net.parameters(), 0.01)
 
 
-def undeclared(window: Any, net: Net, batches: list[Rows]) -> None:
+def undeclared(window: Any, net: Net, batches: list[Batch]) -> None:
     for rows, labels in batches:
         mean_loss(net(rows), labels).backward()
 
 
-def undeclared_on_one(window: Any, net: Net, batches: list[Rows]) -> None:
+def undeclared_on_one(window: Any, net: Net, batches: list[Batch]) -> None:
     with window.micro_batch() if dist.get_rank() else contextlib.nullcontext():
         mean_loss(net(batches[0][0]), batches[0][1]).backward()
 
 
-def nested(window: Any, net: Net, batches: list[Rows]) -> None:
+def nested(window: Any, net: Net, batches: list[Batch]) -> None:
     with window.micro_batch():
         if dist.get_rank() == 1:
             forwards(window, net, batches)
 
 
-def fewer_on_one(window: Any, net: Net, batches: list[Rows]) -> None:
+def fewer_on_one(window: Any, net: Net, batches: list[Batch]) -> None:
     one_backward(window, net, batches)
     if dist.get_rank() == 1:
         with window.micro_batch():
@@ -380,37 +365,34 @@ def refused(name: str) -> None:
     net = Net()
     try:
         with accumulation_window(net, micro_batches=3) as window:
-            REFUSED[name][0](window, net, own_rows()[:3])
+            REFUSED[name][0](window, net, ROWS.own())
     finally:
         assert all(parameter.grad is None for parameter in net.parameters()), "gradients that nobody corrected"
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_error_on_every_rank(pool: RankPool, name: str, world: int) -> None:
-    assert_errors(pool.errors(world, refused, name), *REFUSED[name][1])
+test_one_error_on_every_rank = one_error(refused, REFUSED, WORLDS)
 
 
 def other_sizes_on_ranks() -> None:
     """Ranks divide by other estimates, and DDP averages their gradients inside the window."""
     net = Net()
     with accumulation_window(net, micro_batches=3 + dist.get_rank()) as window:
-        new_instance(window, net, own_rows())
+        new_instance(window, net, ROWS.own())
 
 
 def of_an_earlier_window() -> None:
     net = Net()
-    rows, labels = own_rows()[0]
+    rows, labels = ROWS.own()[0]
     with accumulation_window(net) as first, first.micro_batch():
         late = mean_loss(net(rows), labels)
     with accumulation_window(net) as second:
-        new_instance(second, net, own_rows()[1:])
+        new_instance(second, net, ROWS.own()[1:])
         late.backward()
 
 
 def again_after_the_window() -> None:
     net = Net()
-    rows, labels = own_rows()[0]
+    rows, labels = ROWS.own()[0]
     with accumulation_window(net, micro_batches=2) as window:
         for _ in range(2):
             with window.micro_batch():
@@ -430,7 +412,7 @@ class TwoTasks(Net):  # two global losses around one criterion
 def shared_criterion() -> None:
     net = TwoTasks()
     with accumulation_window(net) as window:
-        for i, (rows, labels) in enumerate(own_rows()):
+        for i, (rows, labels) in enumerate(ROWS.own()):
             with window.micro_batch():
                 loss = (net.of_a, net.of_b)[i % 2](net(rows), labels)
             loss.backward()
@@ -438,7 +420,7 @@ def shared_criterion() -> None:
 
 def in_another_thread() -> None:
     """A thread has no window, and the loss is divided by its micro-batch alone."""
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     with (
         accumulation_window(net, micro_batches=3, counts=sum(len(labels) for _, labels in batches)),
         ThreadPoolExecutor(1) as threads,
@@ -448,7 +430,7 @@ def in_another_thread() -> None:
 
 
 def from_before_the_window() -> None:
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     early = mean_loss(net(batches[0][0]), batches[0][1])
     with accumulation_window(net, micro_batches=2, counts=sum(len(labels) for _, labels in batches[1:])):
         for rows, labels in batches[1:]:
@@ -474,15 +456,15 @@ def test_programs_that_were_silently_wrong(pool: RankPool, program: Callable[[],
 def after_an_error() -> dict[str, Tensor]:
     net = Net()
     with contextlib.suppress(Exception), accumulation_window(net) as window:
-        new_instance(window, net, own_rows()[:1])
+        new_instance(window, net, ROWS.own()[:1])
         raise ArithmeticError
     with accumulation_window(net) as window:
-        new_instance(window, net, own_rows())
-    return gradients(net)
+        new_instance(window, net, ROWS.own())
+    return mean_over_ranks(gradients(net))
 
 
 def test_the_window_after_an_error(pool: RankPool) -> None:
-    assert_all_close(pool.run(2, after_an_error), alone(_cross_entropy, 2))
+    assert_all_close(pool.run(2, after_an_error), truth_of(_cross_entropy))
 
 
 def without_counts() -> dict[str, Tensor]:
@@ -492,47 +474,40 @@ def without_counts() -> dict[str, Tensor]:
         for _ in range(2):
             with window.micro_batch():
                 global_mean(net(torch.ones(2, 3, dtype=torch.float64)).sum(), 0).backward()
-    return gradients(net)
+    return mean_over_ranks(gradients(net))
 
 
 def test_a_window_of_zero_counts(pool: RankPool) -> None:
-    zeros = {name: torch.zeros_like(parameter) for name, parameter in Net().named_parameters()}
-    assert_all_close(pool.run(2, without_counts), zeros | {"scale": torch.zeros((), dtype=torch.float64)})
+    assert_all_close(pool.run(2, without_counts), gradients(Net()))
 
 
 def with_counts() -> dict[str, Tensor]:
     """Counts that are known before: no micro-batch is declared, and another term may be added."""
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     with accumulation_window(net, micro_batches=3, counts=sum(len(labels) for _, labels in batches)):
         for rows, labels in batches:
             (mean_loss(net(rows), labels) + net.layer.weight.square().sum() / 3).backward()
-    return gradients(net)
+    return mean_over_ranks(gradients(net))
 
 
 def test_counts_without_micro_batches(pool: RankPool) -> None:
-    truth = alone(lambda net, rows, y: cross_entropy(net(rows), y) + net.layer.weight.square().sum(), 2)
+    truth = truth_of(lambda net, rows, y: cross_entropy(net(rows), y) + net.layer.weight.square().sum())
     assert_all_close(pool.run(2, with_counts), truth)
 
 
 # ---------------------------------------------------------------------- under the strategy
 
 
-class Module(LightningModule):  # trains on this rank's rows, in one window
+class Module(Trained):  # trains on this rank's rows, in one window
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.net = Net()
-        self.example = STEPS.get(name)
-        self.gradients: dict[str, Tensor] = {}
+        self.net, self.name = Net(), name
 
-    def training_step(self, batch: Rows, index: int) -> Tensor:
-        assert self.example is not None
-        return self.example[0](self.net, *batch)
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        return STEPS[self.name][0](self.net, *batch)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        self.gradients = {name: grad.clone() for name, grad in grads_of(self.net).items()}
 
 
 def two_terms(net: Net, rows: Tensor, labels: Tensor) -> Tensor:
@@ -540,8 +515,8 @@ def two_terms(net: Net, rows: Tensor, labels: Tensor) -> Tensor:
     return mean_loss(logits, labels) + mean_loss(-logits, labels)
 
 
-STEPS: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], Callable[[Net, Tensor, Tensor], Tensor] | list[str]]]
-STEPS = {
+# the loss of a micro-batch, and the loss of one process or words of the error
+STEPS: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], Any]] = {
     "a new loss": (lambda net, rows, y: GlobalBatchLoss(nn.CrossEntropyLoss())(net(rows), y), _cross_entropy),
     "two unnamed terms": (two_terms, EXACT["two backwards"][1]),
     "a new metric of several outputs": (
@@ -562,14 +537,9 @@ STEPS = {
 }
 
 
-def fit(module: LightningModule) -> None:
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=3)
-    trainer.fit(module, loader(own_rows()))
-
-
-def fit_step(name: str) -> dict[str, Tensor]:
-    module = Module(name)
-    fit(module)
+def fit_step(name: str, make: type[Module] = Module) -> dict[str, Tensor]:
+    module = make(name)
+    train(module, ROWS.own(), accumulate_grad_batches=3)
     return module.gradients
 
 
@@ -580,8 +550,9 @@ def test_training_steps(pool: RankPool, name: str, world: int) -> None:
     if isinstance(answer, list):
         assert_errors(pool.errors(world, fit_step, name), *answer)
         return
-    truth = alone(answer, world)
-    assert_all_close(pool.run(world, fit_step, name), {name: truth[name] for name in truth if name != "scale"})
+    truth = truth_of(answer, world)
+    del truth["scale"]
+    assert_all_close(pool.run(world, fit_step, name), truth)
 
 
 class Changing(Module):  # changes gradients after a backward that is not the last
@@ -590,42 +561,27 @@ class Changing(Module):  # changes gradients after a backward that is not the la
             nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
-def fit_changing() -> None:
-    fit(Changing("a new loss"))
-
-
 def test_gradients_that_a_hook_changes(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, fit_changing), "gradients since its last backward", "`net.layer.weight`")
+    errors = pool.errors(2, fit_step, "a new loss", Changing)
+    assert_errors(errors, "gradients since its last backward", "`net.layer.weight`")
 
 
 class Manual(Module):  # a window in manual optimisation
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.automatic_optimization = False
-        self.body = EXACT[name][0] if name in EXACT else REFUSED[name][0]
+    by_hand = True
 
-    def training_step(self, batch: list[Rows], index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: list[Batch], index: int) -> None:  # type: ignore[override]
         strategy: Any = self.trainer.strategy
+        body = (EXACT | REFUSED)[self.name][0]
         with strategy.window(len(batch)) as window, strategy.block_backward_sync():
-            self.body(window, self.net, batch)
-        self.gradients = gradients(self.net)
+            body(window, self.net, batch)
+        self.gradients = mean_over_ranks(gradients(self.net))
 
 
 def fit_manual(name: str) -> dict[str, Tensor]:
     module = Manual(name)
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"))
-    trainer.fit(module, loader([own_rows()]))
+    train(module, [ROWS.own()])
     return module.gradients
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", EXACT)
-def test_manual_optimisation(pool: RankPool, name: str, world: int) -> None:
-    _, loss, left_out = EXACT[name]
-    assert_all_close(pool.run(world, fit_manual, name), alone(loss, world, left_out))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", REFUSED)
-def test_errors_in_manual_optimisation(pool: RankPool, name: str, world: int) -> None:
-    assert_errors(pool.errors(world, fit_manual, name), *REFUSED[name][1])
+test_manual_optimisation = as_one_process(fit_manual, truth_of_row, EXACT, WORLDS)
+test_errors_in_manual_optimisation = one_error(fit_manual, REFUSED, WORLDS)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatchLoss, SigLipLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, cross_entropy_of, loader, own_batches
+from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, cross_entropy_of, own_batches, train
 from tests.accumulation.test_parity import ByHand
-from tests.answers import assert_errors
-from tests.lightning_ranks import make_trainer
-from tests.refusals import Refused, refusals, rows_of
+from tests.answers import assert_errors, one_error
+from tests.refusals import Refused, refusals
 
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -103,17 +102,15 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
 
 
 def fit(job: Job, every: int = 2, rows: int = 2, **options: Any) -> None:
-    strategy = DDPLossStrategy(accumulation="window", find_unused_parameters=isinstance(job, Written))
-    trainer = make_trainer(strategy, accumulate_grad_batches=every, **options)
-    trainer.fit(job, loader(own_batches(job.global_batches(rows, 2))))
+    strategy = {"find_unused_parameters": isinstance(job, Written)}
+    train(job, own_batches(job.global_batches(rows, 2)), strategy, accumulate_grad_batches=every, **options)
 
 
 def fit_written(name: str) -> None:
     fit(Written(name), rows=4)
 
 
-INEXACT = rows_of(fit_written, {name: words for name, (_, words) in OBJECTIVES.items()}, same=False)
-test_what_cannot_be_exact = refusals(__name__, "INEXACT")
+test_what_cannot_be_exact = one_error(fit_written, OBJECTIVES)
 
 
 def test_windows_of_one_micro_batch_take_any_loss(pool: RankPool) -> None:
@@ -128,7 +125,7 @@ def fit_single() -> None:
 def fit_uneven() -> None:
     job = ByHand("cross entropy, ignored", True)
     batches = own_batches(job.global_batches(4, 2))
-    make_trainer(DDPLossStrategy(accumulation="window")).fit(job, loader([batches[: 3 + dist.get_rank()]]))
+    train(job, [batches[: 3 + dist.get_rank()]])
 
 
 def test_windows_of_different_lengths(pool: RankPool) -> None:
@@ -148,8 +145,7 @@ class StepsInside(ByHand):
 
 def fit_and_step_inside() -> None:
     job = StepsInside("cross entropy, ignored", False)
-    batches = own_batches(job.global_batches(2, 2))
-    make_trainer(DDPLossStrategy(accumulation="window")).fit(job, loader([batches]))
+    train(job, [own_batches(job.global_batches(2, 2))])
 
 
 class Twice(Job):

@@ -12,25 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, accumulation_window, global_mean
+from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CASES, Job, loader, own_batches
-from tests.answers import assert_all_close, assert_errors
+from tests.accumulation.jobs import CASES, Job, own_batches, train
+from tests.answers import assert_all_close, one_error
 from tests.counting import CountCollectives, StepCollectives
-from tests.lightning_ranks import make_trainer
+from tests.fits import grads_of, mean_over_ranks
 
 COUNT = 4  # micro-batches of the window
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def mean_over_ranks_(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    for grad in grads.values():
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    return grads
 
 
 class Step(nn.Module):  # the encoder and loss of a job as DDP wants them: what runs is `forward`
@@ -54,8 +43,7 @@ def gradients(case: str, *, wrapped: bool) -> dict[str, Tensor]:
             waits = wrapped and i + 1 < COUNT
             with model.no_sync() if waits else contextlib.nullcontext(), window.micro_batch():
                 model(*batch).backward()
-    found = grads_of(step) if wrapped else mean_over_ranks_(grads_of(step))
-    return {name.removeprefix("job."): grad for name, grad in found.items()}
+    return grads_of(step.job) if wrapped else mean_over_ranks(grads_of(step.job))
 
 
 def gradients_alone(case: str) -> dict[str, Tensor]:
@@ -85,7 +73,7 @@ def two_heads() -> dict[str, Tensor]:
                 first = job.loss(job.net.head(job.net(rows)), torch.zeros(n, dtype=torch.int64))
                 second = job.loss(job.net.head(job.net(-rows)), torch.ones(n, dtype=torch.int64))
             (first + second).backward()
-    return mean_over_ranks_(grads_of(job))
+    return mean_over_ranks(grads_of(job))
 
 
 def two_heads_alone() -> dict[str, Tensor]:
@@ -139,9 +127,7 @@ def in_a_window(name: str) -> None:
         ERRORS[name][0](model)
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
-    assert_errors(pool.errors(2, in_a_window, name), ERRORS[name][1])
+test_errors_on_every_rank = one_error(in_a_window, ERRORS)
 
 
 def fail_inside(model: nn.Module) -> None:
@@ -189,9 +175,7 @@ def fit_counted(case: str, accumulation: Any) -> list[int]:
     """Collectives of each micro-batch of a fit, from its start to its end."""
     job, counter = Job(case, window=WINDOW), StepCollectives()
     job.batches = own_batches(job.global_batches(COUNT, WINDOW))
-    strategy = DDPLossStrategy(accumulation=accumulation)
-    trainer = make_trainer(strategy, accumulate_grad_batches=WINDOW, callbacks=[counter])
-    trainer.fit(job, loader(job.batches))
+    train(job, job.batches, {"accumulation": accumulation}, accumulate_grad_batches=WINDOW, callbacks=[counter])
     return [len(names) for names in counter.steps]
 
 

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.test_declared import WORLDS, Body, Net, Rows, alone, each, gradients, mean_loss, own_rows
+from tests.accumulation.test_declared import ROWS, WORLDS, Body, Net, each, forwards, gradients, mean_loss, truth_of
 from tests.answers import assert_all_close, assert_errors
+from tests.fits import mean_over_ranks
 
 Loss = Callable[[Net, Tensor, Tensor], Tensor]
 ORIGINAL = torch.autograd.backward  # from before any window
@@ -31,12 +32,8 @@ def detached(net: Net, i: int, rows: Tensor, labels: Tensor) -> None:
     (mean_loss(net(rows), labels) + mean_loss(-net(rows), labels, name="logged").detach()).backward()
 
 
-def forwards_first(window: Any, net: Net, batches: list[Rows]) -> None:
-    values = []
-    for rows, labels in batches:
-        with window.micro_batch():
-            values.append(mean_loss(net(rows), labels))
-    for value in reversed(values):
+def forwards_first(window: Any, net: Net, batches: list[Any]) -> None:
+    for value in reversed(forwards(window, net, batches)):
         value.backward()
 
 
@@ -170,7 +167,7 @@ KINDS: dict[str, dict[str, tuple[Body, Loss | list[str]]]] = {
         "a loss that is computed again": (each(recomputed_loss), ["a re-entrant checkpoint"]),
     },
 }
-ROWS = [(kind, variant) for kind, variants in KINDS.items() for variant in variants]
+VARIANTS = [(kind, variant) for kind, variants in KINDS.items() for variant in variants]
 
 
 def run(kind: str, variant: str) -> dict[str, Tensor]:
@@ -178,15 +175,15 @@ def run(kind: str, variant: str) -> dict[str, Tensor]:
     again = nn.Module()
     again.layer = net.layer  # each parameter has two names
     with accumulation_window(net, again, micro_batches=3) as window:
-        KINDS[kind][variant][0](window, net, own_rows())
-    return gradients(net)
+        KINDS[kind][variant][0](window, net, ROWS.own())
+    return mean_over_ranks(gradients(net))
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("kind", "variant"), ROWS)
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
 def test_one_process_or_one_error(pool: RankPool, kind: str, variant: str, world: int) -> None:
     answer = KINDS[kind][variant][1]
     if isinstance(answer, list):
         assert_errors(pool.errors(world, run, kind, variant), *answer)
     else:
-        assert_all_close(pool.run(world, run, kind, variant), alone(answer, world))
+        assert_all_close(pool.run(world, run, kind, variant), truth_of(answer, world))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,25 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics as tm
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, accumulation_window, differentiable, global_mean
+from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, differentiable, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import loader, rows_of_rank
-from tests.answers import assert_all_close, assert_errors
-from tests.lightning_ranks import make_trainer
+from tests.accumulation.jobs import Batch, Rows, train
+from tests.answers import as_one_process, assert_all_close, assert_errors, one_error
+from tests.fits import Trained, grads_of, mean_over_ranks
 
 WORLDS = [1, 2, 3]
-# rows by micro-batch and rank: ranks without rows, and a micro-batch without any
-ROWS = {
-    1: ((3,), (0,), (4,), (2,), (5,)),
-    2: ((1, 4), (0, 0), (0, 3), (2, 1), (3, 3)),
-    3: ((1, 4, 2), (0, 0, 0), (5, 0, 1), (2, 3, 0), (0, 4, 2)),
-}
+# ranks without rows, and a micro-batch without any
+ROWS = Rows(
+    {
+        1: ((3,), (0,), (4,), (2,), (5,)),
+        2: ((1, 4), (0, 0), (0, 3), (2, 1), (3, 3)),
+        3: ((1, 4, 2), (0, 0, 0), (5, 0, 1), (2, 3, 0), (0, 4, 2)),
+    }
+)
 ALL = range(5)
-Rows = tuple[Tensor, Tensor]
 Losses = dict[str, Tensor]
 
 
@@ -53,15 +54,7 @@ class Net(nn.Module):
         return {"labelled": cross_entropy(logits, labels), "size": logits.abs().sum() / len(rows)}
 
 
-def rows_of(micro_batch: int, rank: int, world: int) -> Rows:
-    return rows_of_rank(ROWS[world], micro_batch, rank)
-
-
-def own_rows() -> list[Rows]:
-    return [rows_of(i, dist.get_rank(), dist.get_world_size()) for i in ALL]
-
-
-def counts_of(batches: list[Rows], prefix: str = "") -> dict[str, int]:
+def counts_of(batches: list[Batch], prefix: str = "") -> dict[str, int]:
     number = sum(len(labels) for _, labels in batches)
     return {f"{prefix}labelled": number, "size": number}
 
@@ -86,35 +79,20 @@ WEIGHED: dict[str, Callable[[Losses, Tensor, float], Tensor]] = {
 }
 
 
-def averaged(net: Net, scale: float = 1.0) -> dict[str, Tensor]:
-    """The mean over ranks of all gradients."""
-    found = {}
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        found[name] = parameter.grad / dist.get_world_size() / scale
-    return found
-
-
 def truth_of(name: str, world: int, window: range = ALL) -> dict[str, Tensor]:
     """The gradients of one process on all rows of the window."""
     net = Net()
-    parts = [rows_of(i, rank, world) for i in window for rank in range(world)]
-    features, labels = map(torch.cat, zip(*parts, strict=True))
-    WEIGHED[name](net.losses_alone(features, labels), net.scales, 1.0).backward()
-    return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+    WEIGHED[name](net.losses_alone(*ROWS.whole(world, window)), net.scales, 1.0).backward()
+    return grads_of(net)
 
 
-def by_hand(name: str, order: str, is_declared: bool) -> dict[str, Tensor]:
-    net, batches = Net(), own_rows()
+def by_hand(name: str, order: str = "each", is_declared: bool = True) -> dict[str, Tensor]:
+    net, batches = Net(), ROWS.own()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     values = []
     with accumulation_window(net, micro_batches=len(batches), counts=counts_of(batches)) as window:
         for rows, labels in batches:
-            if is_declared:
-                with window.micro_batch():
-                    found = net.losses(rows, labels)
-            else:
+            with window.micro_batch() if is_declared else contextlib.nullcontext():
                 found = net.losses(rows, labels)
             values.append(WEIGHED[name](found, net.scales, 1 / len(batches)))
             if order == "each":
@@ -124,13 +102,10 @@ def by_hand(name: str, order: str, is_declared: bool) -> dict[str, Tensor]:
         if order == "backwards":
             for value in values[::-1]:
                 scaler.scale(value).backward()
-    return averaged(net, 8.0)
+    return {name: grad / 8 for name, grad in mean_over_ranks(grads_of(net)).items()}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", WEIGHED)
-def test_one_process(pool: RankPool, name: str, world: int) -> None:
-    assert_all_close(pool.run(world, by_hand, name, "each", True), truth_of(name, world))
+test_one_process = as_one_process(by_hand, truth_of, WEIGHED, WORLDS)
 
 
 @pytest.mark.parametrize(("order", "is_declared"), [("each", False), ("backwards", False), ("all at once", True)])
@@ -139,7 +114,7 @@ def test_other_orders(pool: RankPool, order: str, is_declared: bool) -> None:
 
 
 def values_by_hand() -> list[dict[str, float]]:
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     with accumulation_window(net, micro_batches=len(batches), counts=counts_of(batches)):
         found = [net.losses(*batch) for batch in batches]
         sum(sum(losses.values()) for losses in found).backward()
@@ -148,8 +123,7 @@ def values_by_hand() -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_values_add_up_to_those_of_the_window(pool: RankPool, world: int) -> None:
-    parts = [rows_of(i, rank, world) for i in ALL for rank in range(world)]
-    truth = Net().losses_alone(*map(torch.cat, zip(*parts, strict=True)))
+    truth = Net().losses_alone(*ROWS.whole(world))
     for found in pool.run(world, values_by_hand):
         assert found[1] == {"labelled": 0.0, "size": 0.0}
         for name, value in truth.items():
@@ -157,28 +131,28 @@ def test_values_add_up_to_those_of_the_window(pool: RankPool, world: int) -> Non
 
 
 def of_a_metric() -> dict[str, Tensor]:
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     count = sum(rows.numel() for rows, _ in batches)
     with accumulation_window(net, micro_batches=len(batches), counts={"error": count}) as window:
         for rows, _ in batches:
             with window.micro_batch():
                 value = net.error(net.layer(rows), torch.ones_like(rows))
             (value * net.scales[0].exp() + net.scales[1] / len(batches)).backward()
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 def test_a_differentiable_metric(pool: RankPool) -> None:
     net = Net()
-    rows = torch.cat([rows_of(i, rank, 2)[0] for i in ALL for rank in range(2)])
-    ((net.layer(rows) - 1).square().mean() * net.scales[0].exp() + net.scales[1]).backward()
-    truth = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
-    assert_all_close(pool.run(2, of_a_metric), truth)
+    ((net.layer(ROWS.whole(2)[0]) - 1).square().mean() * net.scales[0].exp() + net.scales[1]).backward()
+    assert_all_close(pool.run(2, of_a_metric), grads_of(net))
 
 
 # ---------------------------------------------------------------------- under the strategy
 
 
-class Module(LightningModule):  # windows of three micro-batches, of which the last one of an epoch is shorter
+class Module(Trained):  # windows of three micro-batches, of which the last one of an epoch is shorter
+    lr = 0.0
+
     def __init__(self, name: str, how: str) -> None:
         super().__init__()
         self.net = Net()
@@ -192,41 +166,36 @@ class Module(LightningModule):  # windows of three micro-batches, of which the l
             self.one_window(batch)
             return None
         if self.how == "expected" and index % 3 == 0:
-            self.trainer.strategy.expect_counts(counts_of(own_rows()[index : index + 3], "net."))  # type: ignore[attr-defined]
+            self.trainer.strategy.expect_counts(counts_of(ROWS.own()[index : index + 3], "net."))  # type: ignore[attr-defined]
         found = self.net.losses(*batch)
         self.logged.append({name: value.item() for name, value in found.items()})
         return WEIGHED[self.example](found, self.net.scales, 1.0)
 
-    def one_window(self, batches: list[Rows]) -> None:
+    def one_window(self, batches: list[Batch]) -> None:
         strategy: Any = self.trainer.strategy
         strategy.expect_counts(counts_of(batches, "net."))
         with strategy.window(len(batches)), strategy.block_backward_sync():
             for batch in batches:
                 value = WEIGHED[self.example](self.net.losses(*batch), self.net.scales, 1 / len(batches))
                 value.backward()
-        self.gradients.append(averaged(self.net))
+        self.gradients.append(mean_over_ranks(grads_of(self.net)))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        found = {name: p.grad.clone() for name, p in self.net.named_parameters() if p.grad is not None}
-        self.gradients.append(found)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+        self.gradients.append({name: grad.clone() for name, grad in grads_of(self.net).items()})
 
 
 class Counting(Module):
-    def loss_counts(self, batch: Rows) -> dict[str, int]:
+    def loss_counts(self, batch: Batch) -> dict[str, int]:
         return counts_of([batch], "net.")
 
 
 def fit(name: str, how: str) -> tuple[list[dict[str, Tensor]], list[dict[str, float]]]:
     module = (Counting if how == "loss_counts" else Module)(name, how)
-    given = {} if how == "by hand" else {"accumulate_grad_batches": 3}
-    batches: list[Any] = [own_rows()] if how == "by hand" else own_rows()
-    make_trainer(DDPLossStrategy(accumulation="window"), **given).fit(module, loader(batches))
-    return [
-        {name.removeprefix("net."): grad for name, grad in each.items()} for each in module.gradients
-    ], module.logged
+    if how == "by hand":
+        train(module, [ROWS.own()])
+    else:
+        train(module, ROWS.own(), accumulate_grad_batches=3)
+    return module.gradients, module.logged
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -239,8 +208,7 @@ def test_training_steps(pool: RankPool, name: str, how: str, world: int) -> None
     for gradients, logged in pool.run(world, fit, name, how):
         for found, window in zip(gradients, windows, strict=True):
             assert_all_close([found], truth_of(name, world, window))
-            parts = [rows_of(i, rank, world) for i in window for rank in range(world)]
-            losses = Net().losses_alone(*map(torch.cat, zip(*parts, strict=True)))
+            losses = Net().losses_alone(*ROWS.whole(world, window))
             means = {name: sum(logged[i][name] for i in window) / len(window) for name in losses}
             assert means == pytest.approx({name: value.item() for name, value in losses.items()}, rel=1e-9)
 
@@ -281,7 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Net, int, Losses], Tensor | None], list[str]]
 
 
 def refused(name: str) -> None:
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     is_short = name == "ranks that skip others" and dist.get_rank() == 1
     counts = counts_of([batch for i, batch in enumerate(batches) if not (is_short and i == 3)])
     with accumulation_window(net, micro_batches=len(batches), counts=counts) as window:
@@ -292,15 +260,12 @@ def refused(name: str) -> None:
                 value.backward()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_error_on_every_rank(pool: RankPool, name: str, world: int) -> None:
-    assert_errors(pool.errors(world, refused, name), *REFUSED[name][1])
+test_one_error_on_every_rank = one_error(refused, REFUSED, [2, 3])
 
 
 def with_totals() -> None:
     """A value that is the mean of the whole window, in each micro-batch, has no share of a learned weight."""
-    net, batches = Net(), own_rows()
+    net, batches = Net(), ROWS.own()
     counts = {"size": counts_of(batches)["size"]}
     totals = {"size": sum(net.layer(rows).abs().sum().item() for rows, _ in batches)}
     with accumulation_window(net, counts=counts, totals=totals) as window:
@@ -313,7 +278,7 @@ def with_totals() -> None:
 def without_counts() -> None:
     net = Net()
     with accumulation_window(net) as window:
-        for batch in own_rows():
+        for batch in ROWS.own():
             with window.micro_batch():
                 value = WEIGHED["uncertainty"](net.losses(*batch), net.scales, 0.2)
             value.backward()

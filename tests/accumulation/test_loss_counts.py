@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,44 +18,51 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import loader as listed
-from tests.answers import assert_all_close, assert_errors
+from tests.accumulation.jobs import Batch, Rows, train
+from tests.answers import as_one_process, assert_all_close, assert_errors
+from tests.fits import Trained, listed, weights_of
 from tests.lightning_ranks import make_trainer
 from tests.strategies.test_loader_states import Streaming, differing
 from tests.strategies.test_resuming import AFTER, Line, leg, resumed
 from tests.strategies.test_uneven_ends import stream
 
-# rows of each micro-batch of an epoch, by world and rank: some ranks have none
-SIZES = {
+# some ranks have no rows; labels of -1 do not count
+NUMBERS = {
     1: [(3,), (2,), (4,), (1,), (5,)],
     2: [(1, 4), (5, 1), (0, 3), (2, 2), (3, 1)],
     3: [(1, 4, 2), (5, 1, 0), (0, 3, 6), (2, 2, 1), (3, 1, 1)],
 }
-Rows = dict[str, Tensor]
+ROWS = Rows(NUMBERS, lowest_label=-1)
 
 
-def rows_of(micro_batch: int, rank: int, world: int) -> Rows:
-    generator = torch.Generator().manual_seed(10 * micro_batch + rank)
-    number = SIZES[world][micro_batch][rank]
-    features = torch.randn(number, 3, generator=generator, dtype=torch.float64)
-    return {"features": features, "labels": torch.randint(-1, 3, (number,), generator=generator)}
+def own_rows(window: Sequence[int] | None = None) -> list[dict[str, Tensor]]:
+    """This rank's micro-batches, as a data set has them before a hook unpacks them."""
+    return [{"features": features, "labels": labels} for features, labels in ROWS.own(window)]
 
 
-class Counted(
-    LightningModule
-):  # two means whose counts are not in proportion, with learned weights, and a term of no row
+def counts_of(*batches: dict[str, Tensor]) -> dict[str, Any]:
+    labels = torch.cat([batch["labels"] for batch in batches])
+    return {"ce": (labels >= 0).sum(), "square": len(labels)}
+
+
+class Counted(Trained):  # two means whose counts are not in proportion, with learned weights, and a term of no row
+    seed = 0
+    lr = 0.3
+    momentum = 0.9
+    penalty = 0.01
+    validated = 0
+
     def __init__(self, fault: str = "") -> None:
         super().__init__()
-        torch.manual_seed(0)
+        self.fault = fault
+
+    def build(self) -> None:
         self.layer = nn.Linear(3, 3).double()
         self.ce = GlobalBatchLoss(nn.CrossEntropyLoss(ignore_index=-1))
         self.scales = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
-        self.fault = fault
-        self.penalty = 0.01
-        self.validated = 0
 
-    def loss_counts(self, batch: Rows) -> Any:
-        counts = {"ce": (batch["labels"] >= 0).sum(), "square": len(batch["labels"])}
+    def loss_counts(self, batch: dict[str, Tensor]) -> Any:
+        counts = counts_of(batch)
         return FAULTS[self.fault][0](self, counts) if self.fault else counts
 
     def on_before_batch_transfer(self, batch: Any, index: int) -> Any:
@@ -81,21 +87,20 @@ class Counted(
     def validation_step(self, batch: Any, index: int) -> None:
         self.validated += 1
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
-
 
 class Declared(Counted):  # the same without the method: its counts are not in proportion
     loss_counts = None  # type: ignore[assignment]
 
 
-def fit(make_loader: Callable[[Sequence[Rows]], Any], given: dict[str, Any], fault: str = "") -> dict[str, Tensor]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def fit(make_loader: Callable[[Sequence[Any]], Any], given: dict[str, Any], fault: str = "") -> dict[str, Tensor]:
+    rank = dist.get_rank()
     options = {"limit_val_batches": 0} | given
     if "callbacks" not in options:
         options = {"accumulate_grad_batches": 2} | options
     strategy = DDPLossStrategy(accumulation="window", **options.pop("strategy", {}))
-    batches = [rows_of(i, rank, world) for i in range(options.pop("batches", [5] * world)[rank])]
+    batches = own_rows()
+    if "batches" in options:
+        batches = batches[: options.pop("batches")[rank]]
     module = (Declared if fault == "a rank without the method" and rank else Counted)(fault)
     if "strategy" in given:
         # terms that are not over all ranks are refused where a rank has no rows
@@ -104,25 +109,24 @@ def fit(make_loader: Callable[[Sequence[Rows]], Any], given: dict[str, Any], fau
     trainer = make_trainer(strategy, **options)
     trainer.fit(module, make_loader(batches))
     assert not options["limit_val_batches"] or module.validated
-    return dict(module.state_dict())
+    return weights_of(module)
 
 
-def alone(windows: Sequence[Sequence[int]], world: int, batches: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """The state after one process has stepped with all rows of each window."""
-    module = Counted()
-    if batches is not None:
-        module.penalty = 0.0
+def stepped_alone(module: Counted, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """The state after one process has stepped with each of these batches."""
     optimizer = module.configure_optimizers()
-    for window in windows:
-        places = [(i, rank) for i in window for rank in range(world) if batches is None or i < batches[rank]]
-        parts = [rows_of(i, rank, world) for i, rank in places]
-        logits = module.layer(torch.cat([part["features"] for part in parts]))
-        ce = cross_entropy(logits, torch.cat([part["labels"] for part in parts]), ignore_index=-1)
-        loss = module.weighed(ce, logits.square().sum() / len(logits))
+    for features, labels in batches:
+        logits = module.layer(features)
+        ce = cross_entropy(logits, labels, ignore_index=-1)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        module.weighed(ce, logits.square().sum() / len(logits)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return dict(module.state_dict())
+    return weights_of(module)
+
+
+def truth_of_windows(windows: Sequence[Sequence[int]], world: int) -> dict[str, Tensor]:
+    """The state after one process has stepped with all rows of each window."""
+    return stepped_alone(Counted(), [ROWS.whole(world, window) for window in windows])
 
 
 WHOLE = [[0, 1], [2, 3], [4]]
@@ -151,10 +155,7 @@ def fit_run(name: str) -> dict[str, Tensor]:
     return fit(make_loader, options())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", RUNS)
-def test_one_process(pool: RankPool, name: str, world: int) -> None:
-    assert_all_close(pool.run(world, fit_run, name), alone(RUNS[name][2], world))
+test_one_process = as_one_process(fit_run, lambda name, world: truth_of_windows(RUNS[name][2], world), RUNS, [1, 2, 3])
 
 
 @pytest.mark.parametrize("make_loader", [listed, stream])
@@ -163,7 +164,11 @@ def test_ends_that_differ(pool: RankPool, make_loader: Any, mode: str, windows: 
     """Rank 1 runs out inside the first window, or after it."""
     batches = [5, 2] if mode == "join" else [5, 3]
     options = {"batches": batches, "accumulate_grad_batches": 3, "strategy": {"uneven": mode}}
-    assert_all_close(pool.run(2, fit, make_loader, options), alone(windows, 2, batches))
+    module = Counted()
+    module.penalty = 0.0
+    left_out = [(i, 1) for i in range(batches[1], 5)]
+    truth = stepped_alone(module, [ROWS.whole(2, window, left_out) for window in windows])
+    assert_all_close(pool.run(2, fit, make_loader, options), truth)
 
 
 # ---------------------------------------------------------------------- resuming
@@ -211,15 +216,6 @@ def on_rank_1(given: object, other: object) -> object:
     return other if dist.get_rank() == 1 else given
 
 
-class Turns:  # calls of a method on this rank
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def first(self) -> bool:
-        self.calls += 1
-        return self.calls == 1
-
-
 def failing(module: Counted, counts: dict[str, Any]) -> Any:
     if dist.get_rank() == 1:
         raise KeyError("mask")
@@ -228,8 +224,9 @@ def failing(module: Counted, counts: dict[str, Any]) -> Any:
 
 def only_once(module: Counted, counts: dict[str, Any]) -> Any:
     """Counts of one loss in the first batch, of both in the second."""
-    turns = vars(module).setdefault("turns", Turns())
-    return {"ce": counts["ce"]} if turns.first() else counts
+    batches = vars(module).setdefault("batches", [])
+    batches.append(counts)
+    return {"ce": counts["ce"]} if len(batches) == 1 else counts
 
 
 FAULTS: dict[str, tuple[Callable[[Counted, dict[str, Any]], Any], list[str]]] = {
@@ -276,23 +273,24 @@ def test_one_error_on_every_rank(pool: RankPool, name: str, world: int) -> None:
         assert_errors(errors, *FAULTS[name][1])
 
 
+def fit_one_window(make: type[Counted], window: Sequence[int]) -> dict[str, Tensor]:
+    module = make()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`training_step` returned `None`")
+        train(module, own_rows(window), accumulate_grad_batches=len(window), limit_val_batches=0)
+    return weights_of(module)
+
+
 class Nothing(Counted):  # no row counts on any rank
-    def loss_counts(self, batch: Rows) -> int:
+    def loss_counts(self, batch: dict[str, Tensor]) -> int:
         return 0
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         return global_mean(self.layer(batch[0]).sum() * 2, 0)
 
 
-def fit_nothing() -> dict[str, Tensor]:
-    module = Nothing()
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2, limit_val_batches=0)
-    trainer.fit(module, listed([rows_of(i, dist.get_rank(), dist.get_world_size()) for i in range(2)]))
-    return dict(module.state_dict())
-
-
 def test_a_window_of_zero_counts_has_zero_gradients(pool: RankPool) -> None:
-    assert_all_close(pool.run(2, fit_nothing), dict(Counted().state_dict()))
+    assert_all_close(pool.run(2, fit_one_window, Nothing, [0, 1]), weights_of(Counted()))
 
 
 class Skipping(Counted):  # leaves out a micro-batch
@@ -307,35 +305,25 @@ class SkippingUncounted(Skipping):  # and counts it nowhere
         return global_mean(self.layer(batch[0]).square().sum(), len(batch[0])) if index else None
 
 
-def fit_skipping(kind: type[Counted]) -> dict[str, Tensor]:
-    module = kind()
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=3, limit_val_batches=0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`training_step` returned `None`")
-        trainer.fit(module, listed([rows_of(i, dist.get_rank(), dist.get_world_size()) for i in range(3)]))
-    return dict(module.state_dict())
-
-
 def test_a_step_without_a_loss(pool: RankPool) -> None:
     """Lightning allows it on one rank. A batch that was counted is missed then."""
-    assert_errors(pool.errors(2, fit_skipping, Skipping), "returning None in distributed training", of="RuntimeError")
-    assert_errors(pool.errors(1, fit_skipping, Skipping), "count in expect_counts of", "got 5")
+    skipping = fit_one_window, Skipping, range(3)
+    assert_errors(pool.errors(2, *skipping), "returning None in distributed training", of="RuntimeError")
+    assert_errors(pool.errors(1, *skipping), "count in expect_counts of", "got 5")
     module = Counted()
-    rows = torch.cat([rows_of(i, 0, 1)["features"] for i in (1, 2)])
-    optimizer = module.configure_optimizers()
-    (module.layer(rows).square().sum() / len(rows)).backward()
-    optimizer.step()
-    assert_all_close(pool.run(1, fit_skipping, SkippingUncounted), dict(module.state_dict()))
+    module.weighed = lambda ce, square: square  # type: ignore[method-assign]
+    truth = stepped_alone(module, [ROWS.whole(1, [1, 2])])
+    assert_all_close(pool.run(1, fit_one_window, SkippingUncounted, range(3)), truth)
 
 
-class SameMemory(Dataset[Rows]):  # writes each batch into the memory of the one before
+class SameMemory(Dataset[dict[str, Tensor]]):  # writes each batch into the memory of the one before
     def __init__(self) -> None:
-        self.rows = rows_of(0, dist.get_rank(), dist.get_world_size())
+        (self.rows,) = own_rows([0])
 
     def __len__(self) -> int:
         return 4
 
-    def __getitem__(self, index: int) -> Rows:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         self.rows["features"].add_(1)
         return self.rows
 

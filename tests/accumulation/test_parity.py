@@ -15,10 +15,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CASES, Job, fit, fit_alone, loader, own_batches
-from tests.lightning_ranks import make_trainer
+from tests.accumulation.jobs import CASES, Job, fit, fit_alone, own_batches, train
 from tests.oracle import assert_close
 
 Alone = Callable[[str, int], dict[str, Any]]
@@ -176,8 +174,7 @@ def fit_in_halves(precision: str) -> dict[str, Any]:
     job = Job("ArcFace", window=3).float()
     batches = own_batches(job.global_batches(COUNT, 3))
     job.batches = [(rows.float(), labels) for rows, labels in batches]
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=3, plugins=[plugin])
-    trainer.fit(job, loader(job.batches))
+    train(job, job.batches, accumulate_grad_batches=3, plugins=[plugin])
     scale = None if plugin.scaler is None else plugin.scaler.get_scale()
     return {"gradients": job.gradients, "scale": scale}
 
@@ -214,6 +211,5 @@ class ByHand(Job):  # each batch is a window, a list of micro-batches
 def fit_by_hand(case: str, blocked: bool) -> dict[str, Any]:
     job = ByHand(case, blocked)
     batches = own_batches(job.global_batches(6, 3))
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"))
-    trainer.fit(job, loader([batches[:3], batches[3:]]))
-    return {"state": job.whole_state, "gradients": job.gradients}
+    train(job, [batches[:3], batches[3:]])
+    return job.found()

@@ -19,6 +19,7 @@ from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import IGNORED
 from tests.answers import assert_all_close
+from tests.fits import grads_of
 
 RECIPE = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 IMPORT = "from lightning_ddp_losses import accumulation_window, global_mean\n"
@@ -78,10 +79,6 @@ def own_alone(given: dict[str, Any]) -> Tensor:
 def make_model() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, VOCABULARY)).double()
-
-
-def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def run_recipe(index: int) -> dict[str, Tensor]:

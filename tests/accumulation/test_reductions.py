@@ -15,7 +15,6 @@ from pytorch_metric_learning.losses import ArcFaceLoss, SupConLoss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanSquaredError
 
@@ -31,14 +30,17 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_all_close, assert_errors
+from tests.accumulation.jobs import Rows
+from tests.answers import assert_all_close, assert_errors, one_error
 from tests.doors import gradient_reduction_of, reduced_by
+from tests.fits import grads_of
 
 NAMES = ("dp", "cp", "tp")
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
 DIVISORS = {"mean": None, "sum": 1.0, 300: 300.0}
 CLASSES = 4
-COUNTS = ((3, 0, 2, 1), (0, 4, 1, 0), (2, 2, 0, 3))  # by micro-batch, of the ranks whose rows differ
+NUMBERS = ((3, 0, 2, 1), (0, 4, 1, 0), (2, 2, 0, 3))  # by micro-batch, of the ranks whose rows differ
+ROWS = Rows(dict.fromkeys(range(5), NUMBERS), features=4)
 
 
 def make_net() -> nn.Sequential:
@@ -47,8 +49,11 @@ def make_net() -> nn.Sequential:
 
 
 def rows_of(micro_batch: int, place: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * micro_batch + place)
-    return torch.randn(COUNTS[micro_batch][place], 4, generator=generator, dtype=torch.float64)
+    return ROWS.of(micro_batch, place, 4)[0]
+
+
+def whole_rows(places: int, window: int) -> Tensor:
+    return ROWS.whole(places, range(window))[0]
 
 
 def summed(net: nn.Module, rows: Tensor) -> Tensor:
@@ -58,19 +63,9 @@ def summed(net: nn.Module, rows: Tensor) -> Tensor:
 
 def truth(places: int, window: int) -> dict[str, Tensor]:
     """The gradient of one process: of two means that count differently."""
-    net = make_net()
-    rows = torch.cat([rows_of(i, place) for i in range(window) for place in range(places)])
+    net, rows = make_net(), whole_rows(places, window)
     (summed(net, rows) / len(rows)).sum().backward()
-    return gradients(net)
-
-
-def gradients(net: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None
-        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        found[name.removeprefix("module.")] = whole
-    return found
+    return grads_of(net)
 
 
 def reduce_by_hand(net: nn.Module, mesh: DeviceMesh, divisor: float | None) -> None:
@@ -99,7 +94,7 @@ def by_hand(shape: tuple[int, ...], reduces: Any, window: int) -> dict[str, Tens
             with micro_batches.micro_batch():
                 global_mean(summed(net, rows), len(rows), **options).sum().backward()
     reduce_by_hand(net, mesh, DIVISORS[reduces])
-    return gradients(net)
+    return grads_of(net)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -122,14 +117,14 @@ def sharded(factor: float | None, *, inner: float | None = None, forced: bool = 
 
 def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
     net = sharded(factor)
-    alone = window == 1
-    options: Any = {"module": net} if alone else {}
-    with contextlib.nullcontext() if alone else accumulation_window(net) as micro_batches:
+    is_one = window == 1
+    options: Any = {"module": net} if is_one else {}
+    with contextlib.nullcontext() if is_one else accumulation_window(net) as micro_batches:
         for i in range(window):
             rows = rows_of(i, dist.get_rank())
             with contextlib.nullcontext() if micro_batches is None else micro_batches.micro_batch():
                 global_mean(summed(net, rows), len(rows), **options).sum().backward()
-    return gradients(net)
+    return grads_of(net)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -152,8 +147,8 @@ def beside_a_divided_model(factor: float | None, kind: str) -> dict[str, Tensor]
     if kind == "shards":
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, loss.weight.grad)
-        return {**gradients(net), "weight": torch.cat(parts, 1)}
-    return {**gradients(net), "weight": loss.module.loss.W.grad}
+        return {**grads_of(net), "weight": torch.cat(parts, 1)}
+    return {**grads_of(net), "weight": loss.module.loss.W.grad}
 
 
 def class_loss() -> nn.Module:
@@ -166,10 +161,15 @@ def class_loss() -> nn.Module:
 @pytest.mark.parametrize("factor", [None, 1.0, 300.0])
 def test_class_weights_beside_a_divided_model(pool: RankPool, factor: float | None, kind: str, world_size: int) -> None:
     net, loss = make_net(), class_loss()
-    batches = [rows_of(i, place) for i in range(2) for place in range(world_size)]
-    loss(net(torch.cat(batches)), torch.cat([torch.arange(len(rows)) % CLASSES for rows in batches])).backward()
-    alone = {**gradients(net), "weight": loss.W.grad}
-    assert_all_close(pool.run(world_size, beside_a_divided_model, factor, kind), alone)
+    loss(net(whole_rows(world_size, 2)), labels_of(CLASSES, world_size, 2)).backward()
+    truth = {**grads_of(net), "weight": loss.W.grad}
+    assert_all_close(pool.run(world_size, beside_a_divided_model, factor, kind), truth)
+
+
+def labels_of(classes: int, places: int, window: int) -> Tensor:
+    """Labels of the rows of all ranks: each rank begins with class 0 in each micro-batch."""
+    counts = [NUMBERS[i][place] for i in range(window) for place in range(places)]
+    return torch.cat([torch.arange(count) % classes for count in counts])
 
 
 def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
@@ -179,16 +179,15 @@ def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Te
             rows = rows_of(i, dist.get_rank())
             with micro_batches.micro_batch():
                 metric(net(rows), rows[:, :2].contiguous()).backward()
-    return gradients(net)
+    return grads_of(net)
 
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("factor", [None, 1.0, 300.0])
 def test_a_differentiable_metric(pool: RankPool, factor: float | None, window: int) -> None:
-    net = make_net()
-    rows = torch.cat([rows_of(i, place) for i in range(window) for place in range(2)])
+    net, rows = make_net(), whole_rows(2, window)
     (net(rows) - rows[:, :2]).square().mean().backward()
-    assert_all_close(pool.run(2, metric_of_a_divided_model, factor, window), gradients(net))
+    assert_all_close(pool.run(2, metric_of_a_divided_model, factor, window), grads_of(net))
 
 
 def own_mean(**options: Any) -> Tensor:
@@ -201,9 +200,7 @@ def foreign_hook(_: object, bucket: Any) -> Any:
 
 
 def hooked() -> None:
-    ddp = DistributedDataParallel(make_net())
-    foreign_hook.__annotations__.clear()
-    ddp.register_comm_hook(None, foreign_hook)
+    ddp = make_hooked()
     own_mean(module=ddp, reduces="mean").sum().item()
     own_mean(module=ddp)
 
@@ -358,15 +355,14 @@ def summed_by_hand(backward: Any) -> dict[str, Tensor]:
     reduction = gradient_reduction_of(net.named_modules())
     with reduced_by(lambda: reduction):
         GlobalBatchLoss(SupConLoss(), backward=backward)(net(rows), torch.arange(len(rows)) % 2).backward()
-    return gradients(net)
+    return grads_of(net)
 
 
 @pytest.mark.parametrize("backward", ["own_slice", "sum"])
 def test_a_loss_of_pairs_in_a_model_of_sums(pool: RankPool, backward: str) -> None:
     net = make_net()
-    batches = [rows_of(0, place) for place in range(2)]
-    SupConLoss()(net(torch.cat(batches)), torch.cat([torch.arange(len(rows)) % 2 for rows in batches])).backward()
-    assert_all_close(pool.run(2, summed_by_hand, backward), gradients(net))
+    SupConLoss()(net(whole_rows(2, 1)), labels_of(2, 2, 1)).backward()
+    assert_all_close(pool.run(2, summed_by_hand, backward), grads_of(net))
 
 
 BESIDE: dict[str, Callable[[], nn.Module]] = {"a factor": divided_without_a_mean, "a hook": make_hooked}
@@ -415,6 +411,4 @@ def fail(name: str) -> None:
     ERRORS[name][0]()
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
-    assert_errors(pool.errors(2, fail, name), *ERRORS[name][1])
+test_errors_on_every_rank = one_error(fail, ERRORS)

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_all_close, assert_errors
+from tests.answers import assert_all_close, assert_errors, one_error
+from tests.fits import grads_of, mean_over_ranks
 
 ROWS = {
     1: [(5,), (2,), (4,)],
@@ -118,26 +119,17 @@ OBJECTIVES: dict[str, tuple[Objective, Callable[[Net, Tensor], Tensor]]] = {
 }
 
 
-def averaged(net: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in net.named_parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            found[name] = parameter.grad / dist.get_world_size()
-    return found
-
-
 def gradients(loop: str, objective: str, **options: Any) -> dict[str, Tensor]:
     net = Net()
     with accumulation_window(net, **options) as window:
         LOOPS[loop](window, net, own_rows(), OBJECTIVES[objective][0])
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 def truth_of(value: Callable[[Net, Tensor], Tensor]) -> dict[str, Tensor]:
     net = Net()
     value(net, torch.cat(all_rows())).backward()
-    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return grads_of(net)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -154,7 +146,7 @@ def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
             hidden = checkpoint(net.layers, rows.requires_grad_(), use_reentrant=reentrant)
             with window.micro_batch():
                 global_mean(net.head(hidden).square().sum(), len(rows)).backward()
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -174,7 +166,7 @@ def with_shared_parameter() -> dict[str, Tensor]:
             last = i + 1 == len(micro_batches)
             with contextlib.nullcontext() if last else ddp.no_sync(), window.micro_batch():
                 global_mean(ddp(rows).square().sum(), len(rows)).backward()
-    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return grads_of(net)
 
 
 def test_a_parameter_of_model_and_loss_is_corrected_once(pool: RankPool) -> None:
@@ -192,14 +184,12 @@ def counts_of(objective: str, *, by_path: bool) -> Any:
 
 def given_counts(objective: str, by_path: bool) -> dict[str, Tensor]:
     net = Net()
-    found = []
     with accumulation_window(net, micro_batches=3, counts=counts_of(objective, by_path=by_path)):
         for rows in own_rows():
             OBJECTIVES[objective][0](net, rows).backward()
-        found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    after = [p.grad for p in net.parameters() if p.grad is not None]
-    assert all(map(torch.equal, found, after)), "something was corrected at the end"
-    return averaged(net)
+        inside = [grad.clone() for grad in grads_of(net).values()]
+    assert all(map(torch.equal, inside, grads_of(net).values())), "something was corrected at the end"
+    return mean_over_ranks(grads_of(net))
 
 
 @pytest.mark.parametrize("by_path", [True, False])
@@ -218,7 +208,7 @@ def two_losses() -> dict[str, Tensor]:
         for rows in micro_batches:
             logits = net(rows)
             (net.a(logits, labels_of(rows)) + 0.5 * net.b(logits, labels_of(rows).clamp(min=0))).backward()
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 def two_losses_alone(net: Net, rows: Tensor) -> Tensor:
@@ -237,14 +227,16 @@ def balance_parts(net: Net, rows: Tensor) -> Tensor:
     return torch.cat([chosen.sum(0), probabilities.sum(0)])
 
 
-def balance(net: Net, rows: Tensor) -> Tensor:
-    means = global_mean(balance_parts(net, rows), torch.full((6,), len(rows)), name="experts")
+def imbalance(means: Tensor) -> Tensor:
     return 3 * (means[:3] * means[3:]).sum() + means[3:].square().sum()
+
+
+def balance(net: Net, rows: Tensor) -> Tensor:
+    return imbalance(global_mean(balance_parts(net, rows), torch.full((6,), len(rows)), name="experts"))
 
 
 def balance_alone(net: Net, rows: Tensor) -> Tensor:
-    means = balance_parts(net, rows) / len(rows)
-    return 3 * (means[:3] * means[3:]).sum() + means[3:].square().sum()
+    return imbalance(balance_parts(net, rows) / len(rows))
 
 
 def balanced() -> dict[str, Tensor]:
@@ -257,7 +249,7 @@ def balanced() -> dict[str, Tensor]:
     ):
         for rows in micro_batches:
             balance(net, rows).backward()
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -382,9 +374,7 @@ def fail(name: str) -> None:
                 step(net, i, rows)
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
-    assert_errors(pool.errors(2, fail, name), *ERRORS[name][2])
+test_errors_on_every_rank = one_error(fail, ERRORS)
 
 
 def weighed_on_one_rank() -> None:
@@ -468,7 +458,7 @@ def undeclared(name: str) -> dict[str, Tensor]:
     with accumulation_window(net, **options()):
         for rows in own_rows():
             objective(net, rows).backward()
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 @pytest.mark.parametrize("name", UNDECLARED)
@@ -493,12 +483,11 @@ def weighted(wrong: float) -> dict[str, Tensor]:
     with accumulation_window(net, micro_batches=3, counts=counts):
         for rows, wide in zip(micro_batches, own_rows(), strict=True):
             net.a(net(rows), labels_of(wide) % 3).backward()
-    return averaged(net)
+    return mean_over_ranks(grads_of(net))
 
 
 def test_counts_of_class_weights_in_single_precision(pool: RankPool) -> None:
     net, rows = Net(), torch.cat(all_rows())
     nn.functional.cross_entropy(net(rows), labels_of(rows) % 3, weight=WEIGHTS.double()).backward()
-    truth = {name: p.grad.float() for name, p in net.named_parameters() if p.grad is not None}
-    assert_all_close(pool.run(2, weighted, 1.0), truth, rtol=1e-4)
+    assert_all_close(pool.run(2, weighted, 1.0), grads_of(net), rtol=1e-4)
     assert_errors(pool.errors(2, weighted, 1.001), "count in expect_counts of")

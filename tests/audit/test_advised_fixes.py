@@ -35,13 +35,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from pytorch_metric_learning.losses import SupConLoss
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm, differentiable, global_mean
 from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import listed
 from tests.lightning_ranks import make_trainer
 
 EVEN, UNEVEN = (4, 4), (3, 5)
@@ -70,7 +70,7 @@ class Trained(LightningModule):
         return self.objective(self, *batch)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.rows, batch_size=None)  # type: ignore[arg-type]
+        return listed(self.rows)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.encoder.parameters(), lr=0.1)

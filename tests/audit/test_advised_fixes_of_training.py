@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from pytorch_metric_learning.losses import NormalizedSoftmaxLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, global_mean
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import QUIET, make_trainer
+from tests.fits import listed, weights_of
+from tests.lightning_ranks import make_trainer
+from tests.strategies.jobs import trainer_alone
 
 ROWS, STEPS, WIDTH, CLASSES = 8, 4, 4, 3
 cross_entropy = nn.functional.cross_entropy
@@ -66,7 +68,7 @@ class Program(LightningModule):
         features, labels = data().tensors
         parts = zip(features.split(ROWS), labels.split(ROWS), strict=True)
         own = [(x[self.rank :: self.ranks], y[self.rank :: self.ranks]) for x, y in parts]
-        return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
+        return listed(own)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -283,7 +285,7 @@ class ZeroWithoutGraph(Program):
         for x, y in zip(features.split(ROWS), labels.split(ROWS), strict=True):
             order = y.argsort(stable=True)
             own.append(tuple(t[order].chunk(self.ranks)[self.rank] for t in (x, y)))
-        return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
+        return listed(own)
 
 
 class ZeroWithGraph(ZeroWithoutGraph):
@@ -433,7 +435,7 @@ class ThreeShortBatches(Program):
 
     def train_dataloader(self) -> Any:
         own = [*super().train_dataloader().dataset]
-        return DataLoader(own[: STEPS - 2 * self.rank], batch_size=None)  # type: ignore[arg-type]
+        return listed(own[: STEPS - 2 * self.rank])
 
 
 class ThreeShortBatchesAlone(ThreeShortBatches):
@@ -447,7 +449,7 @@ class ThreeShortBatchesAlone(ThreeShortBatches):
         steps = itertools.zip_longest(*loaders)
         rows = [[batch for batch in step if batch is not None] for step in steps]
         joined = [tuple(torch.cat(part) for part in zip(*step, strict=True)) for step in rows]
-        return DataLoader(joined, batch_size=None)  # type: ignore[arg-type]
+        return listed(joined)
 
 
 class OneOfEach(Sampler[int]):
@@ -517,19 +519,19 @@ class Stream(IterableDataset[Any]):
 
 class Undivided(Program):
     def train_dataloader(self) -> Any:
-        return DataLoader(Stream(0, 1), batch_size=None)
+        return listed(Stream(0, 1))
 
 
 class Divided(Program):
     def train_dataloader(self) -> Any:
-        return DataLoader(Stream(self.rank, self.ranks), batch_size=None)
+        return listed(Stream(self.rank, self.ranks))
 
 
 class Accumulated(ThreeShortBatches):
     """Five micro-batches in windows of two: the last has one."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader([*Program.train_dataloader(self).dataset][:3], batch_size=None)  # type: ignore[arg-type]
+        return listed([*Program.train_dataloader(self).dataset][:3])
 
 
 class AccumulatedAlone(Accumulated):
@@ -541,7 +543,7 @@ class AccumulatedAlone(Accumulated):
     def train_dataloader(self) -> Any:
         first, second, last = super().train_dataloader().dataset
         window = tuple(torch.cat(parts) for parts in zip(first, second, strict=True))
-        return DataLoader([window, last], batch_size=None)  # type: ignore[arg-type]
+        return listed([window, last])
 
 
 # ---------------------------------------------------------------------- the table
@@ -612,11 +614,10 @@ SICK, MENDED, WHOLE = range(3)
 def state_of(program: Program) -> dict[str, Tensor]:
     """The weights, and those that a list hides."""
     more: Any = getattr(program, "more", None)
-    hidden: list[nn.Module] = more if isinstance(more, list) else []
-    names = dict(program.state_dict())
-    for number, layer in enumerate(hidden):
-        names |= {f"more.{number}.{name}": value for name, value in layer.state_dict().items()}
-    return {name: value.detach().clone() for name, value in names.items()}
+    found = weights_of(program)
+    for number, layer in enumerate(more if isinstance(more, list) else []):
+        found |= {f"more.{number}.{name}": value for name, value in weights_of(layer).items()}
+    return found
 
 
 def on_ranks(fault: str, which: int) -> dict[str, Tensor]:
@@ -634,7 +635,7 @@ def on_ranks(fault: str, which: int) -> dict[str, Tensor]:
 def in_one_process(fault: str) -> dict[str, Tensor]:
     row = ROWS_OF_FAULTS[fault]
     program = row.whole()
-    Trainer(accelerator="cpu", devices=1, **{**QUIET, **row.options}).fit(program)
+    trainer_alone(**row.options).fit(program)
     return state_of(program)
 
 

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
+from tests.fits import MeanSquare
 from tests.lightning_ranks import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use")
@@ -37,12 +38,14 @@ HOOKS = {
 }
 
 
-class Logs(LightningModule):
+class Logs(MeanSquare):
     """Logs in one hook: names by rank, or one more on rank 0, or the same on all ranks."""
+
+    features = 2
 
     def __init__(self, hook: str, names: str) -> None:
         super().__init__()
-        self.layer, self.names, self.calls = nn.Linear(2, 1), names, 0
+        self.names, self.calls = names, 0
         given = getattr(self, hook)
 
         def log_in_hook(*args: Any) -> Any:
@@ -60,25 +63,26 @@ class Logs(LightningModule):
             self.log("only", 1.0, **options)
         self.log("alone", float(rank), on_step=False, on_epoch=True, batch_size=1)
 
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
-
     def validation_step(self, batch: list[Tensor], index: int) -> None: ...
 
     def test_step(self, batch: list[Tensor], index: int) -> None: ...
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+
+def play(trainer: Trainer, stage: str, module: LightningModule, rows: Any = None, loaders: int = 1) -> None:
+    """Fit or evaluate on rows of this rank, which has the same loaders for validation."""
+    rows = torch.randn(4, 2) + dist.get_rank() if rows is None else rows
+    loader = DataLoader(TensorDataset(rows), batch_size=2)
+    if stage == "fit":
+        trainer.fit(module, loader, [loader] * loaders)
+    else:
+        getattr(trainer, stage)(module, [loader] * loaders, verbose=False)
 
 
 def run(hook: str, names: str, stage: str, strategy: str) -> tuple[int, dict[str, float], list[str]]:
     checks = DDPChecks(file=False, summary=False)
     trainer = make_trainer(strategy, callbacks=[checks])
-    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
     module = Logs(hook, names)
-    options: dict[str, Any] = {} if stage == "fit" else {"verbose": False}
-    given = {"fit": (rows, rows)}.get(stage, (rows,))
-    getattr(trainer, stage)(module, *given, **options)
+    play(trainer, stage, module)
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if name == "class"}
     return module.calls, values, [finding.fault for finding in checks.findings if finding.fault == "F46"]
 
@@ -106,12 +110,14 @@ def test_the_same_names_are_silent(pool: RankPool, strategy: str) -> None:
             assert found == []
 
 
-class Copied(LightningModule):
+class Copied(MeanSquare):
     """Copies and pickles itself while the checks run. One hook is the object's own."""
+
+    features = 2
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.own = nn.Linear(2, 1), 0
+        self.own = 0
         self.on_train_epoch_end = self.count  # type: ignore[method-assign]
 
     def count(self) -> None:
@@ -121,10 +127,7 @@ class Copied(LightningModule):
         for twin in (deepcopy(self), pickle.loads(pickle.dumps(self))):
             assert twin.on_validation_epoch_end == twin.__class__.on_validation_epoch_end.__get__(twin)
             assert twin.on_train_epoch_end == twin.count
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, index)
 
 
 def hooks_of_a_copied_module() -> tuple[int, list[str]]:
@@ -142,34 +145,26 @@ def test_a_module_keeps_its_hooks(pool: RankPool) -> None:
 # ---------------------------------------------------------------------- values of one rank
 
 
-class Alone(LightningModule):
+class Alone(MeanSquare):
     """Logs its mean row without ``sync_dist``."""
+
+    features = 1
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.layer, self.name = nn.Linear(1, 1), name
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
+        self.name = name
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.log(self.name, batch[0].mean())
 
     test_step = validation_step
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
 
 def values_of_one_rank(stage: str, strategy: str, watch: bool) -> list[tuple[str, str, list[Any]]]:
     checks = DDPChecks(file=False, summary=False, action="log")
     watching = [EarlyStopping("val_loss")] if watch else []
     trainer = make_trainer(strategy, callbacks=[checks, *watching])
-    rows = DataLoader(TensorDataset(torch.arange(4.0).view(4, 1) + 4 * dist.get_rank()), batch_size=2)
-    if stage == "fit":
-        trainer.fit(Alone("val_loss"), rows, rows)
-    else:
-        getattr(trainer, stage)(Alone("val_loss"), rows, verbose=False)
+    play(trainer, stage, Alone("val_loss"), torch.arange(4.0).view(4, 1) + 4 * dist.get_rank())
     found = [each.record() for each in checks.findings if each.fault in ("F55", "F56")]
     return [(each["fault"], each["severity"], each["values"]) for each in found]
 
@@ -202,8 +197,7 @@ def run_with_a_reader(hook: str, strategy: str, reader_is_first: bool) -> dict[s
     if reader_is_first:
         callbacks.reverse()
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=2)
-    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
-    trainer.fit(Logs(hook, "equal"), rows, rows)
+    play(trainer, "fit", Logs(hook, "equal"))
     assert trainer.callbacks[: len(callbacks)] == callbacks  # type: ignore[attr-defined]
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -251,12 +245,8 @@ def run_with_logs_of_the_end(stage: str, strategy: str, reads: bool, loaders: in
     # two of one callback log under one name: the mean of both
     callbacks = [ReadsOnRankZero(), LogsThenReads(reads), DDPChecks(file=False, summary=False), LogsThenReads(False)]
     trainer = make_trainer(strategy, callbacks=[*callbacks, ReadsOnRankZero()], max_epochs=2)
-    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
     module = ModuleReads()
-    if stage == "fit":
-        trainer.fit(module, rows, [rows] * loaders)
-    else:
-        getattr(trainer, stage)(module, [rows] * loaders, verbose=False)
+    play(trainer, stage, module, loaders=loaders)
     # Lightning's objects have their methods back
     for each in (module, trainer.fit_loop.epoch_loop._results, trainer._logger_connector, *callbacks):
         assert {"on_train_epoch_end", "metrics", "epoch_end_reached"}.isdisjoint(vars(each))
@@ -285,13 +275,7 @@ class LogsOnRankZero(Callback):
 
 def run_with_logs_on_rank_zero(stage: str, strategy: str, action: str) -> None:
     callbacks = [LogsOnRankZero(), DDPChecks(file=False, summary=False, action=action), ReadsOnRankZero()]
-    trainer = make_trainer(strategy, callbacks=callbacks)
-    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
-    module = Logs("training_step", "equal")
-    if stage == "fit":
-        trainer.fit(module, rows, rows)
-    else:
-        trainer.validate(module, rows, verbose=False)
+    play(make_trainer(strategy, callbacks=callbacks), stage, Logs("training_step", "equal"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
@@ -331,12 +315,7 @@ def run_half_logged(stage: str, strategy: str, where: str) -> dict[str, float]:
     if where == "callback":
         callbacks.append(HalfLogging())
     trainer = make_trainer(strategy, callbacks=callbacks)
-    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
-    module = HalfLogged() if where == "module" else Logs("training_step", "equal")
-    if stage == "fit":
-        trainer.fit(module, rows, rows)
-    else:
-        trainer.validate(module, rows, verbose=False)
+    play(trainer, stage, HalfLogged() if where == "module" else Logs("training_step", "equal"))
     return {name: float(trainer.callback_metrics[name]) for name in ("first", "second")}
 
 
@@ -421,8 +400,7 @@ def run_script(name: str, strategy: str, where: str, action: str) -> dict[str, f
     if where == "callback":
         callbacks.insert(0, ScriptedCallback(epochs))
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=len(epochs))
-    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
-    trainer.fit(Scripted(epochs if where == "module" else [[]] * len(epochs)), rows, rows)
+    play(trainer, "fit", Scripted(epochs if where == "module" else [[]] * len(epochs)))
     return {name: float(trainer.callback_metrics[name]) for name, _ in epochs[-1] if name not in NO_VALUE}
 
 

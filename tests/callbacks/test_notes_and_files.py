@@ -137,16 +137,20 @@ def test_a_global_loss_is_not_called_local(pool: RankPool) -> None:
     assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, found_in, GlobalContrast)[0]}
 
 
-class TwoViews(Contrast):
-    """A wrapper that makes labels, and gathers nothing, around a loss that compares rows."""
-
+class GlobalTowers(Subject):  # two towers whose rows are compared over all ranks
     def build(self) -> None:
-        super().build()
-        self.contrast = pml.SelfSupervisedLoss(pml.NTXentLoss())
+        self.contrast = ClipLoss()
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
-        return Subject.objective(self, features, labels, index) + self.contrast(embeddings, embeddings.flip(1))
+        return super().objective(features, labels, index) + self.contrast(embeddings, embeddings.flip(1))
+
+
+class TwoViews(GlobalTowers):
+    """A wrapper that makes labels, and gathers nothing, around a loss that compares rows."""
+
+    def build(self) -> None:
+        self.contrast = pml.SelfSupervisedLoss(pml.NTXentLoss())
 
 
 def test_a_wrapper_that_does_not_gather_is_called_local(pool: RankPool) -> None:
@@ -164,15 +168,6 @@ class OwnReductions(Subject):
 
 def test_a_module_with_reductions_of_its_own_is_no_metric(pool: RankPool) -> None:
     assert "CHECK" not in {fault for fault, *_ in pool.run(2, found_in, OwnReductions)[0]}
-
-
-class GlobalTowers(Subject):  # two towers whose rows are compared over all ranks
-    def build(self) -> None:
-        self.contrast = ClipLoss()
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
-        return super().objective(features, labels, index) + self.contrast(embeddings, embeddings.flip(1))
 
 
 @pytest.mark.parametrize("subject", [GlobalContrast, GlobalTowers])

@@ -11,31 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import Callback
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_ddp_losses import BatchCheck, DDPChecks
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import MeanSquare
 from tests.lightning_ranks import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
 ROWS, G = 120, 6  # 20 batches of all ranks
 DATA = TensorDataset(torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7)))
-
-
-class Line(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Killed(Exception):
@@ -88,7 +77,7 @@ def leg(strategy: str, name: str, kill: int | None, save: str, load: str | None,
     with contextlib.suppress(Killed), warnings.catch_warnings():
         # the sampler says the same of a strategy that does not restore its place
         warnings.filterwarnings("ignore", message="This fit goes on after")
-        trainer.fit(Line(), LOADERS[name](), ckpt_path=load)
+        trainer.fit(MeanSquare(), LOADERS[name](), ckpt_path=load)
     return [finding.what for finding in checks.findings if finding.fault == "F83"]
 
 
@@ -115,7 +104,7 @@ def test_rows_that_come_twice_after_a_resume(
             assert f"after the resume, batch {batches % 20} of epoch {batches // 20}, is the first one" in found[0]
 
 
-class Ids(Line):  # remembers the rows of each epoch
+class Ids(MeanSquare):  # remembers the rows of each epoch
     def __init__(self) -> None:
         super().__init__()
         self.rows: dict[int, list[float]] = {}

@@ -16,14 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import Callback
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.cli.test_recipes import OURS, THEIRS, code_of
+from tests.fits import MeanSquare
 from tests.lightning_ranks import QUIET, RankEnvironment
+from tests.strategies.test_resuming import Kill, Killed
 
 SAMPLES, BATCHES = 24, 2  # of an epoch, with 12 rows each
 Drawn = dict[tuple[int, int], list[float]]
@@ -41,46 +43,29 @@ class Images(Dataset[Any]):
         return index, torch.tensor(noise, dtype=torch.float64)
 
 
-class Recorder(LightningModule):
+class Recorder(MeanSquare):
+    dtype_of_layer = torch.float64
+
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.Linear(3, 1).double()
         self.drawn: Drawn = {}
-        self.noise: list[float] = []
+        self.seen: list[float] = []  # what the steps draw
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         indices, images = batch
-        self.noise.append(torch.rand(()).item())
+        self.seen.append(torch.rand(()).item())
         for number, image in zip(indices.tolist(), images.tolist(), strict=True):
             key = self.current_epoch, number
             assert key not in self.drawn
             self.drawn[key] = image
-        return self.layer(images).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(Callback):
-    def __init__(self, steps: int, path: str) -> None:
-        self.steps, self.path = steps, path
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.steps:
-            trainer.save_checkpoint(self.path)
-            raise Killed
+        return super().training_step(images, index)
 
 
 def train(
     code: str, workers: int, *, persistent: bool = False, kill: int = 0, save: str = "", load: str | None = None
 ) -> tuple[Drawn, list[float]]:
     """Run the page's code on this number of ranks; what its samples drew, and what the steps drew."""
-    callbacks: list[Callback] = [Kill(kill, save)] if kill else []
+    callbacks: list[Callback] = [Kill("on_train_batch_end", kill, save)] if kill else []
     callbacks.append(DDPChecks(file=False, summary=False, action={"warning": "raise"}))
     options = QUIET | {"plugins": [RankEnvironment()], "accelerator": "cpu", "callbacks": callbacks}
     for name in ("max_epochs", "use_distributed_sampler"):
@@ -99,7 +84,7 @@ def train(
     torch.manual_seed(3)
     with mock.patch.dict(os.environ), contextlib.suppress(Killed):
         exec(code, given)
-    return module.drawn, module.noise
+    return module.drawn, module.seen
 
 
 def of_all_ranks(replies: list[tuple[Drawn, list[float]]]) -> Drawn:
@@ -116,7 +101,7 @@ def ours() -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: RankPool, ours: str) -> Drawn:
+def of_one_process(pool: RankPool, ours: str) -> Drawn:
     """What samples draw in one process without workers."""
     found = of_all_ranks(pool.run(1, train, ours, 0))
     assert sorted(found) == [(epoch, index) for epoch in range(2) for index in range(SAMPLES)]
@@ -144,9 +129,9 @@ PLACES = [(1, 2, False), (2, 0, False), (2, 2, False), (2, 2, True), (3, 0, Fals
 
 @pytest.mark.parametrize(("world_size", "workers", "persistent"), PLACES)
 def test_a_sample_draws_the_same_anywhere(
-    runs: Runs, alone: Drawn, world_size: int, workers: int, persistent: bool
+    runs: Runs, of_one_process: Drawn, world_size: int, workers: int, persistent: bool
 ) -> None:
-    assert of_all_ranks(runs(world_size, workers, persistent)) == alone
+    assert of_all_ranks(runs(world_size, workers, persistent)) == of_one_process
 
 
 # ranks and workers of the run that is killed after so many steps, and of the one that goes on
@@ -157,7 +142,7 @@ RESUMED = [(2, 2, 3, 3, 2), (3, 2, 3, 1, 0), (1, 0, 2, 2, 2)]
 def test_a_resumed_run_draws_what_one_run_does(
     pool: RankPool,
     ours: str,
-    alone: Drawn,
+    of_one_process: Drawn,
     tmp_path: Path,
     world_size: int,
     workers: int,
@@ -170,7 +155,7 @@ def test_a_resumed_run_draws_what_one_run_does(
     second = of_all_ranks(pool.run(then, train, ours, then_workers, load=save))
     assert len(first) == 12 * kill
     assert not set(first) & set(second)
-    assert first | second == alone
+    assert first | second == of_one_process
 
 
 def test_the_steps_draw_what_they_draw_without_it(runs: Runs) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from pytorch_metric_learning.losses import ArcFaceLoss
 
 from lightning_ddp_losses.cli import (
@@ -24,6 +23,7 @@ from lightning_ddp_losses.cli import (
 from lightning_ddp_losses.cli import main as run_command
 from lightning_ddp_losses.cli.report import draw_embedding, draw_loss_curve
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from tests.strategies.jobs import trainer_alone
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 TYPES = ("T", "B", "NK")
@@ -204,23 +204,13 @@ def test_an_encoder_names_its_own_option() -> None:
         MLPEncoder(6, 3)(torch.ones(2, 5))
 
 
-def trainer(**options: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    return Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **options)
-
-
 @pytest.mark.filterwarnings("ignore:The number of training batches", "ignore:Total length of `list`")
 def test_no_row_and_every_row_may_be_held_out() -> None:
     write_table("cells.csv")
     module = EmbeddingModule(MLPEncoder(3, 4), ArcFaceLoss(3, 4))
     data = ArrayDataModule("cells.csv", batch_size=20, held_out=0)
     assert len(data.train_rows) == ROWS
-    fitted = trainer()
+    fitted = trainer_alone()
     fitted.fit(module, datamodule=data)
     assert set(fitted.callback_metrics) == {"train_loss"}
     assert fitted.global_step == 3
@@ -228,7 +218,7 @@ def test_no_row_and_every_row_may_be_held_out() -> None:
         data.check(1, "validate")
     # and with none to train on, a trained module is evaluated
     data = ArrayDataModule("cells.csv", batch_size=20, held_out=1)
-    (metrics,) = trainer().validate(module, datamodule=data, verbose=False)
+    (metrics,) = trainer_alone().validate(module, datamodule=data, verbose=False)
     assert metrics["precision_at_1"] > 0
     assert module.held_out is not None
     assert len(module.held_out.labels) == ROWS

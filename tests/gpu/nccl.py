@@ -32,6 +32,7 @@ from lightning_ddp_losses import (
     GlobalBatchLoss,
     SigLipLoss,
 )
+from tests.fits import weights_of
 from tests.gpu.several_ranks import (
     FIT_EXACT,
     FITS,
@@ -45,7 +46,7 @@ from tests.gpu.several_ranks import (
 from tests.lightning_ranks import QUIET
 from tests.pretended.devices import Device
 from tests.pretended.ranks import run_jobs
-from tests.strategies.fsdp_jobs import alone, make_job, whole_state
+from tests.strategies.fsdp_jobs import fit_kind_alone, make_job
 from tests.strategies.jobs import Job, fit_alone, loader
 
 HALF = 2.0  # distance of a fit in float16 from float64, over that of Lightning's own
@@ -145,14 +146,14 @@ def _half_fit(device: Device) -> float:
 
 def _sharded_fit(device: Device) -> float:
     """Train an encoder that FSDP2 divides into one part."""
-    truth = alone("arcface")
+    truth = fit_kind_alone("arcface")
     module = make_job("arcface")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Trainer(**accelerator(device), strategy="fsdp2_ddp_losses", plugins=[OneNodePerRank()], **QUIET).fit(
             module, loader(1, 0)
         )
-    return largest_difference(whole_state(module), truth)
+    return largest_difference(weights_of(module), truth)
 
 
 def _hf_fit(device: Device) -> float | str:
@@ -163,7 +164,7 @@ def _hf_fit(device: Device) -> float | str:
     from lightning_ddp_losses.integrations.hf_trainer import hf_loss
     from tests.integrations import test_hf_trainer as hf
 
-    truth, _, _ = hf.alone(dist.get_world_size(), 4)
+    truth, _, _ = hf.fit_kind_alone(dist.get_world_size(), 4)
     loss = hf_loss(hf.token_sum)
     options = {"use_cpu": False, "ddp_backend": "nccl", "fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}
     # both ranks have the one device
@@ -171,7 +172,7 @@ def _hf_fit(device: Device) -> float | str:
     with tempfile.TemporaryDirectory() as folder, hf.ranks_of_accelerate(), one_device:
         trainer = hf.trainer_of(folder, loss, 4, **options)
         trainer.train()
-    return largest_difference(whole_state(trainer.model), truth)
+    return largest_difference(weights_of(trainer.model), truth)
 
 
 def _class_shards(**options: Any) -> nn.Module:

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 WORDS, LENGTH, DIM = 40, 5, 16
+# options of transformers' trainers
+QUIET: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "num_train_epochs": 1, "logging_steps": 1}
+QUIET |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
 
 
 def save_encoder(folder: Path) -> None:
@@ -53,3 +56,23 @@ def columns(rows: int, number: int, part: slice = slice(None)) -> list[dict[str,
         mask = (torch.arange(LENGTH) < lengths).long()
         found.append({"input_ids": (tokens * mask)[part], "attention_mask": mask[part]})
     return found
+
+
+def sentences(number: int) -> list[str]:
+    return [f"w{2 + place % 30} w{3 + (7 * place) % 30}" for place in range(number)]
+
+
+def fit_in_their_trainer(model: Any, loss: Any, data: Any, folder: str, rows: int, **options: Any) -> Any:
+    """Train with the trainer of sentence-transformers, by SGD at a rate that stays; returns the trainer."""
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=folder, per_device_train_batch_size=rows, max_grad_norm=0.0, **QUIET, **options
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = SentenceTransformerTrainer(
+        model, arguments, train_dataset=data, loss=loss, optimizers=(optimizer, schedule)
+    )
+    trainer.train()
+    return trainer

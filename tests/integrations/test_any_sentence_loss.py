@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import random
 from collections.abc import Callable
@@ -20,13 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
+from tests.answers import assert_all_close, assert_errors
 from tests.counting import CountCollectives
 from tests.doors import handshake
-from tests.integrations.encoders import DIM, columns, sentence_model
-from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
+from tests.fits import weights_of
+from tests.integrations.encoders import DIM, columns, fit_in_their_trainer, sentence_model, sentences
+from tests.integrations.test_hf_trainer import ranks_of_accelerate
 from tests.integrations.test_sentence_transformers import put_in
-from tests.oracle import Found, Place, assert_close, parity
+from tests.oracle import Found, Place, assert_close, own, parity
 
 ROWS = [(8, 8), (10, 6), (0, 7), (3, 0, 5)]
 
@@ -291,9 +291,7 @@ def in_another_way(path: str, name: str, rows: tuple[int, ...], way: str) -> dic
     elif way == "twice":
         loss = over_all_ranks(loss)
     put_in(loss, model, DistributedDataParallel(model))
-    starts = [*itertools.accumulate(rows, initial=0)]
-    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
-    labels = case.labels(sum(rows))
+    part, labels = own(rows), case.labels(sum(rows))
     return step(model, loss, columns(sum(rows), case.columns, part), labels if labels is None else labels[part])
 
 
@@ -335,36 +333,22 @@ def test_its_options_are_theirs(encoder_path: str) -> None:
 
 def with_their_trainer(path: str, folder: str, rows: int, ours: bool) -> dict[str, Tensor]:
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 
-    words = [f"w{2 + number % 30} w{3 + (7 * number) % 30}" for number in range(12)]
-    data = Dataset.from_dict({"sentence": words, "label": [number % 3 for number in range(12)]})
+    data = Dataset.from_dict({"sentence": sentences(12), "label": [number % 3 for number in range(12)]})
     with ranks_of_accelerate():
         _, model, loss = build(path, "batch hard")
-        arguments = SentenceTransformerTrainingArguments(
-            output_dir=folder, per_device_train_batch_size=rows, max_grad_norm=0.0, **QUIET
-        )
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        trainer = SentenceTransformerTrainer(
-            model,
-            arguments,
-            train_dataset=data,
-            loss=over_all_ranks(loss) if ours else loss,
-            optimizers=(optimizer, schedule),
-        )
-        trainer.train()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+        loss = over_all_ranks(loss) if ours else loss
+        fit_in_their_trainer(model, loss, data, folder, rows)
+        return weights_of(model)
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")  # what transformers gives DDP
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")  # torch says it once
 def test_their_trainer(pool: RankPool, encoder_path: str, tmp_path: Path) -> None:
     truth = pool.run(1, with_their_trainer, encoder_path, str(tmp_path), 6, False)[0]
-    for found in pool.run(2, with_their_trainer, encoder_path, str(tmp_path), 3, True):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, with_their_trainer, encoder_path, str(tmp_path), 3, True), truth)
     # theirs: the model inside this loss is not the one that reduces gradients
     first, second = pool.run(2, with_their_trainer, encoder_path, str(tmp_path), 3, False)
     assert any(not torch.equal(first[name], second[name]) for name in first)
@@ -372,22 +356,17 @@ def test_their_trainer(pool: RankPool, encoder_path: str, tmp_path: Path) -> Non
 
 def with_two_data_sets(path: str, folder: str, options: dict[str, Any]) -> None:
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 
-    words = [f"w{2 + number % 30} w{3 + (7 * number) % 30}" for number in range(48)]
+    words = sentences(48)
     pairs = Dataset.from_dict({"anchor": words[:24], "positive": words[24:]})
     triplets = Dataset.from_dict({"anchor": words[24:], "positive": words[:24], "negative": words[:24]})
     with ranks_of_accelerate():
         model = sentence_model(path)
         ranking = dense("MultipleNegativesRankingLoss")
         losses = over_all_ranks({"pairs": ranking(model), "triplets": ranking(model)})
-        arguments = SentenceTransformerTrainingArguments(
-            output_dir=folder, per_device_train_batch_size=4, **QUIET, **options
-        )
-        data = {"pairs": pairs, "triplets": triplets}
-        SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=losses).train()
+        fit_in_their_trainer(model, losses, {"pairs": pairs, "triplets": triplets}, folder, 4, **options)
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")

@@ -23,6 +23,7 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
+from tests.fits import grads_of
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
 
@@ -160,7 +161,7 @@ def train_window() -> dict[str, Tensor]:
             rows = features[own][step:]
             with fabric.no_backward_sync(model, enabled=step < 2), window.micro_batch():
                 fabric.backward(global_mean(model(rows).square().sum(), len(rows)))
-    return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+    return grads_of(encoder)
 
 
 def test_accumulation_window(pool: RankPool) -> None:
@@ -170,8 +171,7 @@ def test_accumulation_window(pool: RankPool) -> None:
         for step, (features, _) in enumerate(batches(TASK)[:3]):
             total, rows = total + encoder(features[part][step:]).square().sum(), rows + len(features[part][step:])
     (total / rows).backward()
-    truth = {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
-    assert_all_close(pool.run(2, train_window), truth)
+    assert_all_close(pool.run(2, train_window), grads_of(encoder))
 
 
 def call_on_one_rank() -> None:

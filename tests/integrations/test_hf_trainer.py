@@ -20,10 +20,9 @@ from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss, integratio
 from lightning_ddp_losses.integrations.hf_trainer import hf_loss
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
+from tests.integrations.encoders import QUIET
 from tests.oracle import assert_close
 
-QUIET: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "num_train_epochs": 1, "logging_steps": 1}
-QUIET |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
 FEATURES, CLASSES, LENGTH, STEPS, RATE, CLIP = 4, 6, 3, 3, 0.3, 0.4
 
 
@@ -45,17 +44,6 @@ def batch(number: int) -> dict[str, Tensor]:
     labels[torch.rand(labels.shape, generator=generator) < 0.4] = -100
     labels[0, 0] = number % CLASSES
     return {"inputs": torch.randn(rows, LENGTH, FEATURES, generator=generator, dtype=torch.float64), "labels": labels}
-
-
-class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):  # each item is a batch
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return batch(index)
 
 
 def token_sum(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -89,6 +77,11 @@ def ranks_of_accelerate() -> Iterator[None]:
                 state._shared_state.clear()
 
 
+def number_of_batches(world_size: int, accumulate: int) -> int:
+    """Of all ranks. The last window of an epoch is shorter by one."""
+    return world_size * (STEPS * accumulate - (accumulate > 1))
+
+
 def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] | None = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
@@ -102,7 +95,7 @@ def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] 
         lr_scheduler_type="constant",
         **QUIET | options,
     )
-    batches = Batches(STEPS * accumulate * dist.get_world_size() - (dist.get_world_size() if accumulate > 1 else 0))
+    batches = [batch(index) for index in range(number_of_batches(dist.get_world_size(), accumulate))]
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +111,7 @@ def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] 
         arguments,
         data_collator=lambda items: items[0],
         train_dataset=batches,
-        eval_dataset=Batches(4),
+        eval_dataset=[batch(index) for index in range(4)],
         compute_loss_func=loss,
         callbacks=[loss] if callbacks is None else callbacks,
     )
@@ -142,11 +135,11 @@ def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, value: Tensor
     optimizer.step()
 
 
-def alone(world_size: int, accumulate: int) -> tuple[dict[str, Tensor], list[float], float]:
-    """All micro-batches of all ranks in one; the last window of an epoch is shorter by one."""
+def in_one_process(world_size: int, accumulate: int) -> tuple[dict[str, Tensor], list[float], float]:
+    """All micro-batches of all ranks in one."""
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    number = STEPS * accumulate * world_size - (world_size if accumulate > 1 else 0)
+    number = number_of_batches(world_size, accumulate)
     values = []
     for start in range(0, number, accumulate * world_size):
         window = [batch(index) for index in range(start, min(start + accumulate * world_size, number))]
@@ -164,7 +157,7 @@ def alone(world_size: int, accumulate: int) -> tuple[dict[str, Tensor], list[flo
 @pytest.mark.parametrize("average", [True, False], ids=["tokens of all ranks", "tokens of a rank"])
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_one_process(pool: RankPool, tmp_path: Path, accumulate: int, average: bool) -> None:
-    truth, values, evaluated = alone(2, accumulate)
+    truth, values, evaluated = in_one_process(2, accumulate)
     for state, logged, eval_loss in pool.run(
         2, on_ranks, str(tmp_path), accumulate, average, accumulate == 1 and average
     ):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import max_sim
+from tests.fits import grads_of
 from tests.integrations.encoders import columns, sentence_model
 from tests.integrations.test_any_sentence_loss import nothing, scores, without_rounding
 from tests.oracle import Found, Place, assert_close, parity
@@ -92,8 +93,7 @@ def cases() -> dict[str, tuple[Callable[[Any], nn.Module], int, Callable[[int], 
 def step(model: Any, loss: nn.Module, features: list[dict[str, Tensor]], labels: Tensor | None) -> dict[str, Tensor]:
     value = loss(features, labels)
     (value * 0.5).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"value": value.detach().double(), **gradients}
+    return {"value": value.detach().double(), **grads_of(model)}
 
 
 def play(place: Place, path: str, name: str) -> Found:

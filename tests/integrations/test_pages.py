@@ -20,15 +20,15 @@ from tests.integrations.test_hf_trainer import Tagger, batch, ranks_of_accelerat
 from tests.oracle import assert_close
 
 
-def alone() -> dict[str, Tensor]:
-    """Both micro-batches of all ranks, each with the mean over its rows."""
+def in_one_process(*micro_batches: str) -> tuple[nn.Module, ArcFaceLoss]:
+    """A model and a loss with the gradients of micro-batches of all ranks, each with the mean over its rows."""
     with in_float64():
         model, rows = encoder(), global_rows()
         torch.manual_seed(3)
         loss = ArcFaceLoss(num_classes=10, embedding_size=32)
-        first, second = (loss(model(rows[name]), rows["labels"]) for name in ("images", "other"))
-        ((first + second) / 2).backward()
-        return step_of(model, loss)
+        values = [loss(model(rows[name]), rows["labels"]) for name in micro_batches]
+        torch.stack(values).mean().backward()
+        return model, loss
 
 
 def step_of(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
@@ -53,18 +53,13 @@ def with_accelerate(section: str, cuts: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def test_accelerate(pool: RankPool) -> None:
-    assert_all_close(pool.run(2, with_accelerate, OURS, UNEVEN), alone())
+    assert_all_close(pool.run(2, with_accelerate, OURS, UNEVEN), step_of(*in_one_process("images", "other")))
 
 
 def test_accelerate_before(pool: RankPool) -> None:
-    with in_float64():
-        model, rows = encoder(), global_rows()
-        torch.manual_seed(3)
-        loss = ArcFaceLoss(num_classes=10, embedding_size=32)
-        loss(model(rows["images"]), rows["labels"]).backward()
-        of_model = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model, loss = in_one_process("images")
     found = pool.run(2, with_accelerate, THEIRS, EVEN)[0]
-    assert_close({"model": found["model"]}, {"model": of_model})
+    assert_close({"model": found["model"]}, {"model": torch.cat([p.grad.flatten() for p in model.parameters()])})
     assert cosine_similarity(found["loss"], loss.W.grad.flatten(), dim=0) < 0.999
 
 

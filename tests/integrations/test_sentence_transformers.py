@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.answers import assert_errors
-from tests.integrations.encoders import DIM, columns, sentence_model
-from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
-from tests.oracle import assert_close
+from tests.fits import grads_of, weights_of
+from tests.integrations.encoders import DIM, columns, fit_in_their_trainer, sentence_model, sentences
+from tests.integrations.test_hf_trainer import ranks_of_accelerate
+from tests.oracle import Found, assert_close, own
 
 ROWS = [(6, 6), (6, 10), (0, 7), (3, 0, 5)]
 FOUR_WAYS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -69,11 +69,13 @@ def put_in(loss: nn.Module, model: nn.Module, wrapped: DistributedDataParallel) 
 def step(model: nn.Module, loss: nn.Module, features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     value = loss(features, None)
     (value * 0.5).backward()
-    return {"value": value.detach(), **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
+    return {"value": value.detach(), **grads_of(model)}
 
 
 @pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
-def alone(path: str, case: str, rows: int, number: int, *, matryoshka: bool, ours: bool = False) -> dict[str, Tensor]:
+def in_one_process(
+    path: str, case: str, rows: int, number: int, *, matryoshka: bool = False, ours: bool = False
+) -> Found:
     model, loss = build(path, case, ours=ours, matryoshka=matryoshka)
     return step(model, loss, columns(rows, number))
 
@@ -84,8 +86,6 @@ def on_ranks(
     model, loss = build(path, case, ours=True, matryoshka=matryoshka)
     wrapped = DistributedDataParallel(model)
     put_in(loss, model, wrapped)
-    starts = [*itertools.accumulate(rows, initial=0)]
-    rank = dist.get_rank()
     buckets = []
 
     def count(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with types, not with their names
@@ -94,8 +94,7 @@ def on_ranks(
 
     count.reduces = "mean"  # type: ignore[attr-defined]
     wrapped.register_comm_hook(None, count)
-    found = step(model, loss, columns(sum(rows), number, slice(starts[rank], starts[rank + 1])))
-    return found, sum(buckets)
+    return step(model, loss, columns(sum(rows), number, own(rows))), sum(buckets)
 
 
 IGNORED = pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated")
@@ -108,7 +107,7 @@ IGNORED = pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRanki
 def test_one_process(pool: RankPool, encoder_path: str, case: str, negatives: int, matryoshka: bool) -> None:
     number = 2 + (min(negatives, 1) if case == "guided" else negatives)  # theirs takes one at most
     for rows in ROWS:
-        truth = alone(encoder_path, case, sum(rows), number, matryoshka=matryoshka)
+        truth = in_one_process(encoder_path, case, sum(rows), number, matryoshka=matryoshka)
         for found, reductions in pool.run(len(rows), on_ranks, encoder_path, case, rows, number, matryoshka):
             assert_close(found, truth)
             assert reductions == 1, "one reduction of gradients a step"
@@ -124,7 +123,7 @@ def test_the_formula_is_the_known_one(pool: RankPool, encoder_path: str) -> None
     queries, *documents = (model(column)["sentence_embedding"] for column in columns(16, 4))
     value = naive(queries, torch.cat(documents))
     (value * 0.5).backward()
-    truth = {"value": value.detach(), **{name: p.grad for name, p in model.named_parameters() if p.requires_grad}}
+    truth = {"value": value.detach(), **grads_of(model)}
     for found, _ in pool.run(2, on_ranks, encoder_path, "ranking", (6, 10), 4, False):
         assert_close(found, truth)
 
@@ -132,8 +131,7 @@ def test_the_formula_is_the_known_one(pool: RankPool, encoder_path: str) -> None
 @IGNORED
 @pytest.mark.parametrize("case", CASES)
 def test_without_ranks_it_is_theirs(encoder_path: str, case: str) -> None:
-    truth = alone(encoder_path, case, 6, 3, matryoshka=False)
-    assert_close(alone(encoder_path, case, 6, 3, matryoshka=False, ours=True), truth)
+    assert_close(in_one_process(encoder_path, case, 6, 3, ours=True), in_one_process(encoder_path, case, 6, 3))
     found, theirs = (build(encoder_path, case, ours=ours, matryoshka=False)[1] for ours in (True, False))
     assert found.citation == theirs.citation
     guide = {"guide": None}  # a module
@@ -143,14 +141,12 @@ def test_without_ranks_it_is_theirs(encoder_path: str, case: str) -> None:
 
 def evaluated(path: str, rows: tuple[int, ...]) -> Tensor:
     _, loss = build(path, "cached, 3", ours=True, matryoshka=False)
-    starts = [*itertools.accumulate(rows, initial=0)]
-    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
     with torch.no_grad():
-        return loss(columns(sum(rows), 2, part), None)
+        return loss(columns(sum(rows), 2, own(rows)), None)
 
 
 def test_evaluation(pool: RankPool, encoder_path: str) -> None:
-    truth = alone(encoder_path, "cached, 3", 13, 2, matryoshka=False)["value"]
+    truth = in_one_process(encoder_path, "cached, 3", 13, 2)["value"]
     for found in pool.run(2, evaluated, encoder_path, (4, 9)):
         assert_close({"value": found}, {"value": truth})
 
@@ -214,14 +210,12 @@ def theirs_on_ranks(path: str, rows: tuple[int, ...], gather: bool) -> Tensor:
     loss = classes(ours=False).MultipleNegativesRankingLoss(model, gather_across_devices=gather)
     wrapped = DistributedDataParallel(model)
     put_in(loss, model, wrapped)
-    starts = [*itertools.accumulate(rows, initial=0)]
-    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
-    loss(columns(sum(rows), 2, part), None).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    loss(columns(sum(rows), 2, own(rows)), None).backward()
+    return torch.cat([grad.flatten() for grad in grads_of(model).values()])
 
 
 def cosine_of_theirs(pool: RankPool, path: str, rows: tuple[int, ...], *, gather: bool) -> float:
-    truth = alone(path, "ranking", sum(rows), 2, matryoshka=False)
+    truth = in_one_process(path, "ranking", sum(rows), 2)
     truth.pop("value")
     expected = torch.cat([grad.flatten() for grad in truth.values()])
     found = pool.run(2, theirs_on_ranks, path, rows, gather)[0]
@@ -240,23 +234,14 @@ def with_their_trainer(
     path: str, folder: str, case: str, rows: int, ours: bool
 ) -> tuple[dict[str, Tensor], list[float]]:
     from datasets import Dataset
-    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
-    words = [f"w{2 + number % 30} w{3 + (7 * number) % 30}" for number in range(24)]
+    words = sentences(24)
     data = Dataset.from_dict({"anchor": words[:12], "positive": words[12:]})
     with ranks_of_accelerate():
         model, loss = build(path, case, ours=ours, matryoshka=False)
-        arguments = SentenceTransformerTrainingArguments(
-            output_dir=folder, per_device_train_batch_size=rows, max_grad_norm=0.0, **QUIET
-        )
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        trainer = SentenceTransformerTrainer(
-            model, arguments, train_dataset=data, loss=loss, optimizers=(optimizer, schedule)
-        )
-        trainer.train()
+        trainer = fit_in_their_trainer(model, loss, data, folder, rows)
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return {name: p.detach().clone() for name, p in model.named_parameters()}, logged
+        return weights_of(model), logged
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")  # what transformers gives DDP

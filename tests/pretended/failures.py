@@ -6,7 +6,6 @@ Collectives carry the device's tensors. Those of the peers never run from the fa
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,13 +21,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
-from lightning_ddp_losses.losses.sharded_weight import LocalClasses
-from lightning_ddp_losses.losses.two_towers import TowerCall
+from tests.doors import LocalClasses, TowerCall
 from tests.lightning_ranks import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device
 from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy
-from tests.pretended.forks import on_forked_ranks
+from tests.pretended.forks import write_found
 
 WIDTH, CLASSES = 6, 8
 BAD_CALL, CALLS = 1, 3
@@ -146,9 +144,4 @@ def _as_rank(device: Device, rank: int) -> dict[str, Any]:
 
 def main(device: Device, path: Path) -> None:
     """Runs everything on two ranks and on three; writes what each rank found."""
-    results = {}
-    for world_size in (2, 3):
-        folder = path.parent / str(world_size)
-        folder.mkdir()
-        results[str(world_size)] = on_forked_ranks(partial(_as_rank, device), world_size, folder, carries=True)
-    path.write_text(json.dumps(results))
+    write_found(path, partial(_as_rank, device), {"2": (2, True), "3": (3, True)})

@@ -37,8 +37,8 @@ from lightning_ddp_losses import (
     SyncBatchNorm,
     differentiable,
 )
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.distributed import handshake
+from tests.doors import DEFAULT_CHECKS, handshake
+from tests.fits import listed
 from tests.lightning_ranks import QUIET, RankEnvironment
 from tests.pretended.devices import HOST, Device
 from tests.pretended.forks import on_forked_ranks
@@ -172,7 +172,7 @@ def _loader() -> DataLoader[Any]:
     rows = torch.randn(BATCHES * ROWS * world, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = torch.arange(len(rows)) % 4
     own = list(zip(rows[rank::world].clone().split(ROWS), labels[rank::world].split(ROWS), strict=True))
-    return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
+    return listed(own)
 
 
 def _trainer(

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -96,3 +96,16 @@ def on_forked_ranks(job: Callable[[int], Any], world_size: int, folder: Path, *,
     for child in children:
         os.waitpid(child, 0)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def write_found(path: Path, job: Callable[[int], Any], worlds: Mapping[str, tuple[int, bool]]) -> None:
+    """Runs a job in worlds of forks; writes by the name of a world what each of its ranks found.
+
+    ``worlds``: number of ranks, and whether collectives carry the device's tensors.
+    """
+    found = {}
+    for name, (world_size, carries) in worlds.items():
+        folder = path.parent / name.replace(" ", "_")
+        folder.mkdir()
+        found[name] = on_forked_ranks(job, world_size, folder, carries=carries)
+    path.write_text(json.dumps(found))

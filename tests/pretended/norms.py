@@ -6,7 +6,6 @@ Steps by hand, and whole fits of a Lightning Trainer.
 from __future__ import annotations
 
 import contextlib
-import json
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,19 +20,18 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy, SyncBatchNorm
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.layers import forward_plan
-from lightning_ddp_losses.layers.forward_plan import PlannedCall
 from tests.counting import CountCollectives
+from tests.doors import PlannedCall, handshake
+from tests.fits import listed
 from tests.lightning_ranks import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device, waits_in
 from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy
-from tests.pretended.forks import on_forked_ranks
+from tests.pretended.forks import write_found
 
 WIDTH, LAYERS, STEPS = 4, 5, 5
 BAD_STEP = 4  # the plan is followed in it
@@ -243,7 +241,7 @@ def fit(device: Device, strategy: DDPStrategy, fails: str = "") -> list[Tensor]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader([rows(rank, step) for step in range(BAD_STEP + 1)], batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(module, listed([rows(rank, step) for step in range(BAD_STEP + 1)]))  # type: ignore[arg-type]
     return [device.to_host(tensor).double() for tensor in module.state_dict().values()]
 
 
@@ -290,9 +288,4 @@ def _as_rank(device: Device, rank: int) -> dict[str, Any]:
 
 def main(device: Device, path: Path) -> None:
     """Runs everything on two ranks, on three, and on two pairs; writes what each rank found."""
-    results = {}
-    for world_size in (2, 3, 4):
-        folder = path.parent / str(world_size)
-        folder.mkdir()
-        results[str(world_size)] = on_forked_ranks(partial(_as_rank, device), world_size, folder, carries=True)
-    path.write_text(json.dumps(results))
+    write_found(path, partial(_as_rank, device), {"2": (2, True), "3": (3, True), "4": (4, True)})

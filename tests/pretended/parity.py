@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from lightning_ddp_losses.losses.tiled import evaluator
+from tests.doors import evaluator
 from tests.losses import test_tiled
 from tests.pretended.devices import Device
 from tests.pretended.forks import on_forked_ranks

@@ -25,8 +25,7 @@ from lightning_ddp_losses import (
     differentiable,
 )
 from lightning_ddp_losses.collectives import all_gather_with_grad, reduce_scatter_with_grad
-from lightning_ddp_losses.distributed import raw_collectives
-from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from tests.doors import LossReducer, ReducedParameters, raw_collectives
 from tests.pretended.devices import HOST, Device
 
 WIDTH = 6

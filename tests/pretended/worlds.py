@@ -7,7 +7,6 @@ as NCCL does, where no line of ours waits. Each rank is a fork of one process wi
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -35,12 +34,12 @@ from lightning_ddp_losses import (
     global_mean,
     global_rows,
 )
-from lightning_ddp_losses.core.inputs import map_tensors
+from tests.doors import map_tensors
 from tests.losses.test_listed_exchanges import barlow, vicreg
 from tests.pretended import backend, ranks
 from tests.pretended.devices import Counting, Device
 from tests.pretended.fits import handshakes
-from tests.pretended.forks import on_forked_ranks
+from tests.pretended.forks import write_found
 from tests.pretended.runs import (
     ROWS,
     WIDTH,
@@ -280,9 +279,4 @@ def _as_rank(device: Device, rank: int) -> dict[str, Any]:
 
 def main(device: Device, path: Path) -> None:
     """Runs everything over both backends, each rank a fork of this process; writes by backend and name what each rank found."""
-    results: dict[str, list[Any]] = {}
-    for name, carries in BACKENDS.items():
-        folder = path.parent / name.replace(" ", "_")
-        folder.mkdir()
-        results[name] = on_forked_ranks(partial(_as_rank, device), WORLD, folder, carries=carries)
-    path.write_text(json.dumps(results))
+    write_found(path, partial(_as_rank, device), {name: (WORLD, carries) for name, carries in BACKENDS.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.randomness import shared_draws
+from tests.fits import weights_of
 
+RATE = 0.01  # of SGD
 WIDTH, LENGTH, CLASSES = 8, 3, 4
 SHARED, MIXUP = "numbers that all rows share", "mixup"
 
@@ -46,19 +48,27 @@ def drop_path(x: Tensor, rate: float = 0.3) -> Tensor:
     return x * mask / (1 - rate)
 
 
-class EncoderLayer(nn.Module):
-    """torch's layer, with the rows in dimension 0 or 1."""
+class OfTime(nn.Module):
+    """A layer over time, and a head on a summary of its outputs. Rows are in dimension 0, or in 1."""
 
-    def __init__(self, *, batch_first: bool) -> None:
+    def __init__(self, *, batch_first: bool = True) -> None:
         super().__init__()
         self.batch_first = batch_first
-        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=batch_first)
+        self.layer = self.make(batch_first)
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.batch_first:
-            return self.head(self.layer(x).mean(1))
-        return self.head(self.layer(x.transpose(0, 1)).mean(0))
+            return self.head(self.summary(self.layer(x)))
+        return self.head(self.summary(self.layer(x.transpose(0, 1))))
+
+
+class EncoderLayer(OfTime):
+    def make(self, batch_first: bool) -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=batch_first)
+
+    def summary(self, outputs: Tensor) -> Tensor:
+        return outputs.mean(int(self.batch_first))
 
 
 class Weighted(nn.Module):
@@ -74,17 +84,12 @@ class Weighted(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=True)[0].sum(0))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, *, batch_first: bool = True) -> None:
-        super().__init__()
-        self.batch_first = batch_first
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=batch_first)
-        self.head = nn.Linear(WIDTH, CLASSES)
+class Recurrent(OfTime):
+    def make(self, batch_first: bool) -> nn.Module:
+        return nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=batch_first)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.batch_first:
-            return self.head(self.lstm(x)[0][:, -1])
-        return self.head(self.lstm(x.transpose(0, 1))[0][-1])
+    def summary(self, outputs: tuple[Tensor, Any]) -> Tensor:
+        return outputs[0].select(int(self.batch_first), -1)
 
 
 class Convolutional(nn.Module):
@@ -156,9 +161,9 @@ class Checkpointed(nn.Module):
 class MonteCarlo(nn.Module):
     """The mean prediction of several passes with dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.5) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, CLASSES))
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(rate), nn.ReLU(), nn.Linear(16, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([self.net(x.mean(1)) for _ in range(3)]).mean(0)
@@ -195,12 +200,8 @@ class Adversarial(nn.Module):
         return F.softplus(-self.discriminator(fake)) + F.softplus(self.discriminator(fake.detach() - x.mean(1)))
 
 
-class Mixed(nn.Module):
+class Mixed(MonteCarlo):
     """A coefficient of numpy's, Python's and torch's generator, and noise of a weight, equal for all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         with shared_draws():
@@ -233,7 +234,7 @@ class Mixup(nn.Module):
 
 CASES: dict[str, Callable[[], nn.Module]] = {
     "vit block": Attention,
-    "encoder layer": lambda: EncoderLayer(batch_first=True),
+    "encoder layer": EncoderLayer,
     "encoder layer, time first": lambda: EncoderLayer(batch_first=False),
     "attention with weights": Weighted,
     "lstm": Recurrent,
@@ -246,7 +247,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "mc dropout": MonteCarlo,
     "diffusion": Diffusion,
     "gan": Adversarial,
-    SHARED: Mixed,
+    SHARED: lambda: Mixed(0.3),
     MIXUP: Mixup,
 }
 
@@ -257,9 +258,16 @@ def make(name: str) -> nn.Module:
     return CASES[name]().double().train()
 
 
-def batches(sizes: list[int], seed: int = 5) -> list[Tensor]:
+def seed_all(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+def batches(sizes: list[int]) -> list[Tensor]:
     """Return one global batch for each number of rows."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(5)
     return [torch.randn(size, LENGTH, WIDTH, dtype=torch.float64, generator=generator) for size in sizes]
 
 
@@ -269,15 +277,14 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def one_process(name: str, sizes: list[int], lr: float = 0.01) -> list[Tensor]:
-    """Return the weights that plain torch has after training in one process."""
+def one_process(name: str, global_batches: Sequence[Tensor], *, window: int = 1, seed: int = 7) -> dict[str, Tensor]:
+    """Return the weights that plain torch has after training in one process, with a step for each window of batches."""
     model = make(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    torch.manual_seed(7)
-    numpy.random.seed(7)
-    random.seed(7)
-    for x in batches(sizes):
-        optimizer.zero_grad()
-        (loss_of(model, x) / len(x)).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    seed_all(seed)
+    for number, x in enumerate(global_batches, start=1):
+        (loss_of(model, x) / len(x) / window).backward()
+        if number % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(model)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import (
@@ -23,13 +25,16 @@ from lightning_ddp_losses import (
     global_randomness,
     microbatched,
 )
-from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness import shared_draws, with_rows, without_rows
+from tests.doors import torch_compat
 from tests.each_rank import each_rank
-from tests.randomness.models import CASES, MIXUP, SHARED, batches, loss_of, make, one_process
+from tests.fits import weights_of
+from tests.oracle import assert_close
+from tests.randomness.models import CASES, MIXUP, RATE, SHARED, batches, loss_of, make, one_process, seed_all
 
 # rows of each rank in each of five steps
-SPLITS: dict[int, dict[str, list[tuple[int, ...]]]] = {
+Splits = list[tuple[int, ...]]
+SPLITS: dict[int, dict[str, Splits]] = {
     1: {"four rows": [(4,)] * 5, "one row": [(1,)] * 2},
     2: {
         "even": [(3, 3)] * 5,
@@ -52,47 +57,68 @@ def own_rows(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     return x[sum(counts[:rank]) : sum(counts[: rank + 1])]
 
 
-def difference(weights: list[Tensor], expected: list[Tensor]) -> float:
-    pairs = zip(weights, expected, strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs)
+def totals(splits: Splits) -> list[int]:
+    return [sum(counts) for counts in splits]
 
 
-def train(name: str, splits: list[tuple[int, ...]], randomness: Literal["global", "by_row"] = "global") -> list[Tensor]:
-    """Train on this rank's rows."""
+def train(
+    name: str, splits: Splits, randomness: str = "global", *, chunk: int | None = None, ddp: bool = False
+) -> dict[str, Tensor]:
+    """Train on this rank's rows, in pieces of so many rows or at once. Return the weights."""
     model = make(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.manual_seed(7 + dist.get_rank())  # that of rank 0 counts
-    numpy.random.seed(7 + dist.get_rank())
-    random.seed(7 + dist.get_rank())
-    sizes = [sum(counts) for counts in splits]
-    for x, counts in zip(batches(sizes), splits, strict=True):
+    run = DistributedDataParallel(model) if ddp else model
+    if chunk is not None:
+        run = microbatched(run, chunk)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    seed_all(7 + dist.get_rank())  # that of rank 0 counts
+    scale = dist.get_world_size() if ddp else 1
+    for x, counts in zip(batches(totals(splits)), splits, strict=True):
         own = own_rows(x, counts)
         optimizer.zero_grad()
-        with global_randomness(rows=own, randomness=randomness):
-            (loss_of(model, own) / len(x)).backward()
+        with global_randomness(rows=own, randomness=randomness):  # type: ignore[arg-type]
+            (loss_of(run, own) * scale / len(x)).backward()
         for parameter in model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+            if not ddp:
+                dist.all_reduce(parameter.grad)
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return weights_of(model)
+
+
+def assert_as_one_process(name: str, splits: Splits, **options: Any) -> None:
+    """Training on this rank's rows gives the weights of plain torch on the rows of all."""
+    assert_close(train(name, splits, **options), one_process(name, batches(totals(splits))))
+
+
+def some_rank_is_empty(splits: Splits) -> bool:
+    return any(0 in counts for counts in splits)
+
+
+@contextlib.contextmanager
+def states_are_kept() -> Iterator[None]:
+    """Put back the states of all generators."""
+    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        numpy.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 @pytest.mark.parametrize(("world_size", "split"), WORLDS)
 @each_rank()
 def test_weights_are_those_of_one_process(world_size: int, split: str) -> None:
     splits = SPLITS[world_size][split]
-    sizes = [sum(counts) for counts in splits]
-    some_rank_is_empty = any(0 in counts for counts in splits)
     for name in CASES:
-        if some_rank_is_empty and name == MIXUP:
+        if some_rank_is_empty(splits) and name == MIXUP:
             continue  # torch draws no number below 0
-        if some_rank_is_empty and name == SHARED:
+        if some_rank_is_empty(splits) and name == SHARED:
             with pytest.raises(ConfigurationError, match="a rank without rows is at another place"):
                 train(name, splits)
             continue
-        weights = train(name, splits)
-        assert difference(weights, one_process(name, sizes)) < 1e-9, name
+        assert_as_one_process(name, splits)
 
 
 @each_rank(2)
@@ -101,13 +127,9 @@ def test_models_in_single_precision() -> None:
     for name in CASES:
         x = batches([6])[0].float()
         model = make(name).float()
-        torch.manual_seed(7)
-        numpy.random.seed(7)
-        random.seed(7)
+        seed_all(7)
         expected = model(x)
-        torch.manual_seed(7)
-        numpy.random.seed(7)
-        random.seed(7)
+        seed_all(7)
         own = own_rows(x, (4, 2))
         with global_randomness(rows=own):
             found = model(own)
@@ -115,7 +137,7 @@ def test_models_in_single_precision() -> None:
         torch.testing.assert_close(found, own_rows(expected, (4, 2)), rtol=1e-4, atol=1e-5, msg=name)
 
 
-def train_with_batch_norm(splits: list[tuple[int, ...]] | None) -> list[Tensor]:
+def train_with_batch_norm(splits: Splits | None) -> dict[str, Tensor]:
     """Dropout behind a batch norm, which on ranks is the exact one: its exchanges are no part of the step's draws."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)).double()
@@ -135,15 +157,13 @@ def train_with_batch_norm(splits: list[tuple[int, ...]] | None) -> list[Tensor]:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (5, 1), (2, 4)], ids=str)
 @each_rank(2)
 def test_dropout_behind_a_synchronised_batch_norm(counts: tuple[int, ...]) -> None:
-    splits = [counts, counts[::-1], (3, 3)]
-    weights = train_with_batch_norm(splits)
-    assert difference(weights, train_with_batch_norm(None)) < 1e-9
+    assert_close(train_with_batch_norm([counts, counts[::-1], (3, 3)]), train_with_batch_norm(None))
 
 
 @each_rank(1)
@@ -406,12 +426,8 @@ def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) ->
     draw, text = REFUSED[case]
     x = torch.ones(6, 4)
     own = own_rows(x, (3, 3))
-    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-    with pytest.raises(ConfigurationError) as caught, global_randomness(rows=own):
+    with states_are_kept(), pytest.raises(ConfigurationError) as caught, global_randomness(rows=own):
         draw(own)
-    torch.set_rng_state(before[0])
-    numpy.random.set_state(before[1])
-    random.setstate(before[2])
     assert text in str(caught.value)
     assert "test_block.py:" in str(caught.value) or "the end of the step" in str(caught.value) or case in WITHOUT_LINE
 
@@ -420,27 +436,20 @@ def test_what_cannot_be_as_in_one_process_is_refused_with_its_line(case: str) ->
 def test_one_process_that_draws_by_row_refuses_the_same() -> None:
     for draw, _ in REFUSED.values():
         x = torch.ones(3, 4)
-        before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
-        with pytest.raises(ConfigurationError), global_randomness(rows=x, randomness="by_row"):
+        refuses = pytest.raises(ConfigurationError)
+        with states_are_kept(), refuses, global_randomness(rows=x, randomness="by_row"):
             draw(x)
-        torch.set_rng_state(before[0])
-        numpy.random.set_state(before[1])
-        random.setstate(before[2])
 
 
 @each_rank(2)
 def test_on_one_row_the_same_is_refused() -> None:
     x = torch.ones(2, 4)
     own = own_rows(x, (1, 1))
-    before = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
     for case, (draw, _) in REFUSED.items():
         if case in NOT_WITH_ONE_ROW:
             continue
-        with pytest.raises(ConfigurationError), global_randomness(rows=own):
+        with states_are_kept(), pytest.raises(ConfigurationError), global_randomness(rows=own):
             draw(own)
-        torch.set_rng_state(before[0])
-        numpy.random.set_state(before[1])
-        random.setstate(before[2])
 
 
 # what the docstring of global_randomness names as not tracked, and whether it is nevertheless what one process computes

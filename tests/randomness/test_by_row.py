@@ -13,29 +13,35 @@ from torch import Tensor
 from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, audit, global_randomness
 from lightning_ddp_losses.randomness import row_blocks
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.audit import modules as m
 from tests.each_rank import each_rank
+from tests.oracle import assert_close
 from tests.randomness.models import CASES, MIXUP, SHARED
-from tests.randomness.test_block import SPLITS, WORLDS, difference, train
+from tests.randomness.test_block import SPLITS, WORLDS, Splits, some_rank_is_empty, totals, train
 from tests.randomness.test_strategy import STRATEGIES, UNEVEN, fit
 
 NOT_WITHOUT_ROWS = (MIXUP, SHARED)  # a rank without rows cannot draw these
 
 
-def train_each(splits: list[tuple[int, ...]], names: list[str]) -> dict[str, list[Tensor]]:
+def train_each(splits: Splits, names: list[str], chunk: int | None = None) -> dict[str, dict[str, Tensor]]:
     """Train each model on this rank's rows. Return the weights."""
-    return {name: train(name, splits, "by_row") for name in names}
+    return {name: train(name, splits, "by_row", chunk=chunk) for name in names}
+
+
+def assert_by_row_as_one_process(pool: RankPool, splits: Splits, names: list[str], chunk: int | None = None) -> None:
+    """Ranks, in pieces or not, draw by row what one process draws by row for the whole batch."""
+    (expected,) = pool.run(1, train_each, [(total,) for total in totals(splits)], names)
+    for trained in pool.run(len(splits[0]), train_each, splits, names, chunk):
+        for name, weights in trained.items():
+            assert_close(weights, expected[name])
 
 
 @pytest.mark.parametrize(("world_size", "split"), WORLDS)
 def test_weights_are_those_of_one_process(pool: RankPool, world_size: int, split: str) -> None:
     splits = SPLITS[world_size][split]
-    some_rank_is_empty = any(0 in counts for counts in splits)
-    names = [name for name in CASES if not (some_rank_is_empty and name in NOT_WITHOUT_ROWS)]
-    (expected,) = pool.run(1, train_each, [(sum(counts),) for counts in splits], names)
-    for trained in pool.run(world_size, train_each, splits, names):
-        for name, weights in trained.items():
-            assert difference(weights, expected[name]) < 1e-9, name
+    names = [name for name in CASES if not (some_rank_is_empty(splits) and name in NOT_WITHOUT_ROWS)]
+    assert_by_row_as_one_process(pool, splits, names)
 
 
 def drawn(counts: tuple[int, ...]) -> dict[str, Tensor]:
@@ -143,9 +149,7 @@ def test_fits_and_resumed_fits_are_those_of_one_process(pool: RankPool, tmp_path
         pool.run(2, fit_by_row, name, strategy, 5, path, None)
         (resumed, *_) = pool.run(3, fit_by_row, name, strategy, None, "", path)
         (uneven, *_) = pool.run(2, fit_by_row, name, strategy, None, "", None, UNEVEN[2])
-        for key, value in expected.items():
-            torch.testing.assert_close(resumed[key], value, rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(uneven[key], value, rtol=1e-9, atol=1e-12)
+        assert_all_close([resumed, uneven], expected)
 
 
 def fit_by_row(

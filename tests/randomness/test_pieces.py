@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Literal
 
 import numpy
 import pytest
@@ -12,102 +10,51 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import ConfigurationError, global_randomness, microbatched
-from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.randomness import shared_draws
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import torch_compat
 from tests.each_rank import each_rank
+from tests.oracle import assert_close
 from tests.randomness import test_strategy
-from tests.randomness.models import SHARED, batches, loss_of, make, one_process
-from tests.randomness.test_block import SPLITS, WORLDS, difference, own_rows
-from tests.randomness.test_block import train as train_at_once
+from tests.randomness.models import SHARED, batches, loss_of
+from tests.randomness.test_block import SPLITS, WORLDS, Splits, assert_as_one_process, own_rows, some_rank_is_empty
+from tests.randomness.test_by_row import assert_by_row_as_one_process
 
 NAMES = ["vit block", "encoder layer, time first", "lstm", "noise", "two views", "gan", "mc dropout", SHARED]
 STEPS = 3
 
 
-def train(
-    name: str,
-    splits: list[tuple[int, ...]],
-    chunk: int,
-    randomness: Literal["global", "by_row"] = "global",
-    *,
-    ddp: bool = False,
-) -> list[Tensor]:
-    """Train on this rank's rows in pieces. Return the weights."""
-    model = make(name)
-    wrapped = DistributedDataParallel(model) if ddp else model
-    encoder = microbatched(wrapped, chunk)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.manual_seed(7 + dist.get_rank())
-    numpy.random.seed(7 + dist.get_rank())
-    random.seed(7 + dist.get_rank())
-    sizes = [sum(counts) for counts in splits]
-    for x, counts in zip(batches(sizes), splits, strict=True):
-        own = own_rows(x, counts)
-        optimizer.zero_grad()
-        scale = dist.get_world_size() if ddp else 1
-        with global_randomness(rows=own, randomness=randomness):
-            (loss_of(encoder, own) * scale / len(x)).backward()  # type: ignore[arg-type]
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if not ddp:
-                dist.all_reduce(parameter.grad)
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def names_for(splits: list[tuple[int, ...]]) -> list[str]:
-    some_rank_is_empty = any(0 in counts for counts in splits)
-    return [name for name in NAMES if not (some_rank_is_empty and name == SHARED)]
+def names_for(splits: Splits) -> list[str]:
+    return [name for name in NAMES if not (some_rank_is_empty(splits) and name == SHARED)]
 
 
 @pytest.mark.parametrize(("world_size", "split"), WORLDS)
 @each_rank()
 def test_weights_are_those_of_plain_torch_on_the_whole_batch(world_size: int, split: str) -> None:
     splits = SPLITS[world_size][split][:STEPS]
-    sizes = [sum(counts) for counts in splits]
     for name in names_for(splits):
-        weights = train(name, splits, 2)
-        assert difference(weights, one_process(name, sizes)) < 1e-9, name
+        assert_as_one_process(name, splits, chunk=2)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @each_rank(2)
 def test_pieces_of_any_size(chunk: int) -> None:
-    splits = [(4, 2), (1, 5)]
     for name in ("vit block", "noise", SHARED):
-        weights = train(name, splits, chunk)
-        assert difference(weights, one_process(name, [6, 6])) < 1e-9, name
+        assert_as_one_process(name, [(4, 2), (1, 5)], chunk=chunk)
 
 
 @pytest.mark.parametrize("splits", [[(3, 4), (7, 1)], [(3, 0), (1, 5)]], ids=str)
 @each_rank(2)
-def test_inside_of_ddp(splits: list[tuple[int, ...]]) -> None:
-    sizes = [sum(counts) for counts in splits]
+def test_inside_of_ddp(splits: Splits) -> None:
     for name in ("encoder layer", "two views", "mc dropout"):
-        weights = train(name, splits, 2, ddp=True)
-        assert difference(weights, one_process(name, sizes)) < 1e-9, name
-
-
-def train_each(splits: list[tuple[int, ...]], chunk: int | None, names: list[str]) -> dict[str, list[Tensor]]:
-    if chunk is None:
-        return {name: train_at_once(name, splits, "by_row") for name in names}
-    return {name: train(name, splits, chunk, "by_row") for name in names}
+        assert_as_one_process(name, splits, chunk=2, ddp=True)
 
 
 @pytest.mark.parametrize("splits", [[(4, 3), (1, 5)], [(2, 0), (4, 4)], [(3, 2, 4), (0, 1, 5)]], ids=str)
-def test_by_row_pieces_draw_what_the_whole_batch_draws_in_one_process(
-    pool: RankPool, splits: list[tuple[int, ...]]
-) -> None:
-    names = names_for(splits)
-    (expected,) = pool.run(1, train_each, [(sum(counts),) for counts in splits], None, names)
-    for trained in pool.run(len(splits[0]), train_each, splits, 2, names):
-        for name, weights in trained.items():
-            assert difference(weights, expected[name]) < 1e-9, name
+def test_by_row_pieces_draw_what_the_whole_batch_draws_in_one_process(pool: RankPool, splits: Splits) -> None:
+    assert_by_row_as_one_process(pool, splits, names_for(splits), chunk=2)
 
 
 class Dropped(nn.Module):
@@ -204,11 +151,9 @@ class InPieces(test_strategy.Module):
 @each_rank()
 def test_fits_are_those_of_one_process_on_whole_batches(world_size: int, strategy: str) -> None:
     for name in ("vit block", "diffusion"):
-        expected = test_strategy.by_hand(name)
         for splits in (None, test_strategy.UNEVEN[world_size]):
             found = test_strategy.fit(name, strategy=strategy, splits=splits, module=InPieces)
-            for key, value in found.items():
-                torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+            assert_close(found, test_strategy.by_hand(name))
 
 
 def fit_in_pieces(kill: int | None, path: str, load: str | None, randomness: str) -> dict[str, Tensor]:
@@ -227,5 +172,4 @@ def test_a_run_killed_in_its_second_epoch_goes_on_with_other_ranks_and_pieces(
         pool.run(2, fit_in_pieces, kill, path, None, randomness)
         for world_size in (1, 3):
             (resumed, *_) = pool.run(world_size, fit_in_pieces, None, "", path, randomness)
-            for key, value in weights.items():
-                torch.testing.assert_close(resumed[key], value, rtol=1e-9, atol=1e-12)
+            assert_close(resumed, weights)

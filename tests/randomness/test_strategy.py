@@ -13,50 +13,34 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, ModelParallelLossStrategy
-from lightning_ddp_losses.core import torch_compat
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.doors import torch_compat
 from tests.each_rank import each_rank
+from tests.fits import Trained, listed, weights_of
 from tests.lightning_ranks import make_trainer
-from tests.randomness.models import batches, loss_of, make
+from tests.oracle import assert_close
+from tests.randomness.models import RATE, batches, loss_of, make, one_process
+from tests.randomness.test_block import Splits, own_rows
 from tests.strategies.test_resuming import Kill, Killed
 
-ROWS, G, EPOCHS, SEED, RATE = 36, 12, 2, 11, 0.01
-Splits = list[tuple[int, ...]]
+ROWS, G, EPOCHS, SEED = 36, 12, 2, 11
 UNEVEN: dict[int, Splits] = {1: [(12,)] * 3, 2: [(7, 5), (12, 0), (2, 10)], 3: [(3, 4, 5), (6, 0, 6), (0, 12, 0)]}
 STRATEGIES = {"ddp": DDPLossStrategy, "fsdp2": partial(ModelParallelLossStrategy, save_distributed_checkpoint=False)}
 MODELS = ("vit block", "re-entrant checkpoint", "checkpoint", "diffusion", "numbers that all rows share", "mixup")
 
 
-class OwnRows(Dataset):
-    """The rows of this rank, batch by batch."""
-
-    def __init__(self, x: Tensor, splits: Splits) -> None:
-        rank = dist.get_rank()
-        self.parts = []
-        for counts, rows in zip(splits, x.split(G), strict=True):
-            start = sum(counts[:rank])
-            self.parts.append([rows[start : start + counts[rank]]])
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: int) -> list[Tensor]:
-        if index >= len(self):
-            raise IndexError(index)
-        return self.parts[index]
-
-
-class Module(LightningModule):
+class Module(Trained):
     """Trains one of the models, and lets each rank draw other numbers between the steps."""
+
+    lr = RATE
 
     def __init__(self, name: str, *, automatic: bool = True, splits: Splits | None = None) -> None:
         super().__init__()
@@ -73,11 +57,11 @@ class Module(LightningModule):
         fully_shard(self.net, mesh=mesh["data_parallel"])
 
     def train_dataloader(self) -> DataLoader:
+        (x,) = batches([ROWS])
         if self.splits is not None:
-            x = batches([ROWS])[0]
-            return DataLoader(OwnRows(x, self.splits), batch_size=None)
+            return listed([[own_rows(rows, counts)] for rows, counts in zip(x.split(G), self.splits, strict=True)])
         sampler = GlobalBatchSampler.batches(SequentialSampler(range(ROWS)), G, seed=0)
-        return DataLoader(TensorDataset(batches([ROWS])[0]), batch_sampler=sampler)
+        return DataLoader(TensorDataset(x), batch_sampler=sampler)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         torch.rand(1 + dist.get_rank() + dist.get_world_size())
@@ -97,24 +81,11 @@ class Module(LightningModule):
     def loss(self, x: Tensor) -> Tensor:
         return loss_of(self.net, x)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=RATE)
-
 
 def by_hand(name: str, window: int = 1, epochs: int = EPOCHS) -> dict[str, Tensor]:
     """Return the weights of a plain loop, with a step for each window of batches."""
-    net = make(name)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    torch.manual_seed(SEED)
-    numpy.random.seed(SEED)
-    random.seed(SEED)
-    for _ in range(epochs):
-        for number, x in enumerate(batches([ROWS])[0].split(G), start=1):
-            (loss_of(net, x) / G / window).backward()
-            if number % window == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return {f"net.{key}": value for key, value in net.state_dict().items()}
+    steps = batches([ROWS])[0].split(G) * epochs
+    return {f"net.{key}": value for key, value in one_process(name, steps, window=window, seed=SEED).items()}
 
 
 def fit(
@@ -138,10 +109,7 @@ def fit(
     with contextlib.suppress(Killed):
         trainer.fit(trained, ckpt_path=load)
     assert not torch_compat.is_in_dispatch_mode()
-    weights = {}
-    for key, value in trained.state_dict().items():
-        weights[key] = value.full_tensor() if isinstance(value, DTensor) else value
-    return weights
+    return weights_of(trained)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -149,9 +117,7 @@ def fit(
 @each_rank()
 def test_a_fit_is_that_of_one_process(world_size: int, strategy: str) -> None:
     for name in MODELS:
-        expected = by_hand(name)
-        for key, value in fit(name, strategy=strategy).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+        assert_close(fit(name, strategy=strategy), by_hand(name))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -159,25 +125,19 @@ def test_a_fit_is_that_of_one_process(world_size: int, strategy: str) -> None:
 @each_rank()
 def test_uneven_rows_and_ranks_without_rows(world_size: int, strategy: str) -> None:
     for name in ("vit block", "checkpoint"):
-        expected = by_hand(name)
-        for key, value in fit(name, strategy=strategy, splits=UNEVEN[world_size]).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+        assert_close(fit(name, strategy=strategy, splits=UNEVEN[world_size]), by_hand(name))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @each_rank(2)
 def test_manual_optimisation(strategy: str) -> None:
-    expected = by_hand("vit block")
-    for key, value in fit("vit block", automatic=False, strategy=strategy).items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    assert_close(fit("vit block", automatic=False, strategy=strategy), by_hand("vit block"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @each_rank(2)
 def test_accumulation(strategy: str) -> None:
-    expected = by_hand("checkpoint", window=3)
-    for key, value in fit("checkpoint", window=3, strategy=strategy).items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    assert_close(fit("checkpoint", window=3, strategy=strategy), by_hand("checkpoint", window=3))
 
 
 def _part(strategy: str, kill: int | None, path: str, load: str | None) -> dict[str, Tensor]:
@@ -191,9 +151,7 @@ def test_a_run_resumed_on_other_ranks_draws_what_it_would_have_drawn(
     """Killed at step 2 of the second epoch on two ranks, resumed on three."""
     path = str(tmp_path / "killed.ckpt")
     pool.run(2, _part, strategy, 5, path, None)
-    weights = pool.run(3, _part, strategy, None, "", path)[0]
-    for key, value in by_hand("checkpoint").items():
-        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-12)
+    assert_close(pool.run(3, _part, strategy, None, "", path)[0], by_hand("checkpoint"))
 
 
 class DrawsAfterTheStep(Module):
@@ -216,12 +174,7 @@ class DrawsAfterTheStep(Module):
 
 @each_rank(2)
 def test_draws_of_hooks_after_the_step_change_no_training_step() -> None:
-    expected = by_hand("mc dropout")
-    module = DrawsAfterTheStep("mc dropout")
-    torch.manual_seed(SEED)
-    make_trainer(DDPLossStrategy(randomness="global"), max_epochs=EPOCHS).fit(module)
-    for key, value in module.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    assert_close(fit("mc dropout", module=DrawsAfterTheStep), by_hand("mc dropout"))
 
 
 class Shuffling(Module):
@@ -257,7 +210,6 @@ class MonteCarloValidation(Module):
 @pytest.mark.parametrize("world_size", [1, 2])
 @each_rank()
 def test_draws_of_validation_change_no_training_step(world_size: int) -> None:
-    expected = by_hand("vit block")
     module = MonteCarloValidation("vit block")
     torch.manual_seed(SEED)
     trainer = make_trainer(
@@ -265,8 +217,7 @@ def test_draws_of_validation_change_no_training_step(world_size: int) -> None:
     )
     trainer.fit(module)
     assert float(trainer.callback_metrics["spread"]) > 0
-    for key, value in module.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    assert_close(dict(module.state_dict()), by_hand("vit block"))
 
 
 class Augmented(Module):

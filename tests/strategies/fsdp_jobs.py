@@ -21,6 +21,7 @@ from lightning_ddp_losses import (
     ModelParallelLossStrategy,
     SigLipLoss,
 )
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder
 from tests.strategies.jobs import TASK, Job, fit_alone, loader, make_loss
@@ -132,17 +133,9 @@ def make_job(kind: str, optimizer: str = "sgd", *, is_global: bool = True) -> To
     return cls("ArcFaceLoss", optimizer)
 
 
-def alone(kind: str, optimizer: str = "sgd", **options: Any) -> dict[str, Tensor]:
+def fit_kind_alone(kind: str, optimizer: str = "sgd", **options: Any) -> dict[str, Tensor]:
     """The state that one process reaches on the whole batches."""
     return fit_alone(lambda: make_job(kind, optimizer, is_global=False), **options)
-
-
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """A module's state with whole tensors; every rank comes here. (A class shard stays this rank's.)"""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in module.state_dict().items()
-    }
 
 
 def step_alone(optimizer: torch.optim.Optimizer, value: Tensor) -> None:
@@ -174,4 +167,4 @@ def fit_sharded_model(
     if save is not None:
         trainer.save_checkpoint(save)
     assert ddp or any(isinstance(p, DTensor) for p in module.encoder.parameters()), "nothing was divided"
-    return whole_state(module)
+    return weights_of(module)

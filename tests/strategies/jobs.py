@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
+from tests.fits import listed
 from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Encoder, Task, batches, cuts
 
@@ -43,7 +44,7 @@ def make_loss(name: str = "ArcFaceLoss", seed: int = 0) -> nn.Module:
 
 
 class Job(LightningModule):
-    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`, or step by hand."""
+    """An encoder and one learnable loss in float64; jobs differ in `build`, in `loss_of` or `objective`, or step by hand."""
 
     by_hand = False
 
@@ -59,7 +60,10 @@ class Job(LightningModule):
         self.loss = make_loss(loss)
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
-        return self.loss(self.encoder(features), labels)
+        return self.loss_of(self.encoder(features), labels, index)
+
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor | None:
+        return self.loss(embeddings, labels)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
         return self.objective(*batch, index)
@@ -86,7 +90,7 @@ def loader(
     """The slice of each global batch that a rank gets, this one by default."""
     world_size = dist.get_world_size() if world_size is None else world_size
     part = cuts(task.rows, world_size, even=even)[dist.get_rank() if rank is None else rank]
-    return DataLoader([(features[part], labels[part]) for features, labels in batches(task)], batch_size=None)
+    return listed([(features[part], labels[part]) for features, labels in batches(task)])
 
 
 def strategy_of(strategy: Strategy) -> DDPLossStrategy | str:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss
+from tests.fits import listed, weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, batches, cuts
 from tests.strategies.jobs import TASK, make_loss, trainer_alone
@@ -153,8 +153,8 @@ def loader_of(cell: Cell, world_size: int, rank: int) -> Any:
     part = cuts(TASK.rows, world_size)[rank]
     rows = [(features[part], labels[part]) for features, labels in batches(TASK)]
     if cell["loaders"] == "one":
-        return DataLoader(rows, batch_size=None)
-    loaders = {"first": DataLoader(rows, batch_size=None), "second": DataLoader(rows[:2], batch_size=None)}
+        return listed(rows)
+    loaders = {"first": listed(rows), "second": listed(rows[:2])}
     return CombinedLoader(loaders, "max_size_cycle")
 
 
@@ -201,7 +201,7 @@ def run(module: Modes, trainer: Any, world_size: int, rank: int) -> dict[str, Te
     if cell["fits"] == "twice":
         trainer.fit_loop.max_epochs += EPOCHS - 1
         trainer.fit(module, data, validation)
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    return weights_of(module)
 
 
 def fit_alone(cell: Cell) -> dict[str, Tensor]:

@@ -18,30 +18,27 @@ class TwoLosses(Job):
 
 
 class Alternating(TwoLosses):
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return (self.first, self.second)[index % 2](self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return (self.first, self.second)[index % 2](embeddings, labels)
 
 
 class RarelyCalled(TwoLosses):  # the second loss runs at one batch only, which may be one that does not synchronise
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.first(embeddings, labels) + (self.second(embeddings, labels) if index == 1 else 0)
 
 
 class NeverCalled(TwoLosses):
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.first(self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.first(embeddings, labels)
 
 
 class NoLossAtAll(TwoLosses):  # steps without any loss between steps with losses
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return embeddings.square().mean() if index in (0, 3) else self.first(embeddings, labels)
 
 
 class OrderByRank(TwoLosses):
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         calls = [(1.0, self.first), (2.0, self.second)]
         if self.global_rank % 2:
             calls.reverse()
@@ -49,8 +46,7 @@ class OrderByRank(TwoLosses):
 
 
 class SeveralCalls(Job):
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return sum(self.loss(embeddings * k, (labels + k) % TASK.classes) for k in range(1, 2 + index % 3))
 
 
@@ -64,8 +60,7 @@ class SharedByTwoLosses(TwoLosses):
         super().build(loss)
         self.second.W = self.first.W
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         if index == 2:
             return self.second(embeddings, labels)
         return self.first(embeddings, labels) + 2 * self.second(embeddings, labels)
@@ -77,8 +72,7 @@ class SharedWithTheModel(Job):
         self.head = nn.Module()
         self.head.weight = self.loss.W
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.loss(embeddings, labels) + nn.functional.cross_entropy(embeddings @ self.head.weight, labels)
 
 
@@ -87,13 +81,12 @@ class OneModuleTwoNames(Job):
         super().build(loss)
         self.again = nn.ModuleList([self.loss])
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.again[0](self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.again[0](embeddings, labels)
 
 
 class WeightUsedDirectly(Job):  # the loss's weight takes part outside of the loss's forward too
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         logits = embeddings @ self.loss.W if index else self.loss.get_logits(embeddings)
         return nn.functional.cross_entropy(logits, labels) + (self.loss(embeddings, labels) if index > 2 else 0)
 
@@ -123,8 +116,7 @@ class UnfrozenLater(TwoLosses):  # a loss and a layer are unfrozen after the wra
         self.second.requires_grad_(index >= 2)
         self.encoder[0].requires_grad_(index >= 2)
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.first(embeddings, labels) + self.second(embeddings, labels)
 
 
@@ -160,8 +152,7 @@ class CreatedLater(Job):
             self.later = make_loss(seed=5)
             self.trainer.optimizers[0].add_param_group({"params": list(self.later.parameters())})
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.loss(embeddings, labels) + (self.later(embeddings, labels) if hasattr(self, "later") else 0)
 
 
@@ -190,8 +181,7 @@ class BigWeight(Job):  # a weight of over 1 MiB
         self.loss = CosFaceLoss(40_000, TASK.dim).double()
         self.second = make_loss()
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.loss(embeddings, labels * 7919) + (self.second(embeddings, labels) if index % 2 else 0)
 
 

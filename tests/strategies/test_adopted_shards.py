@@ -28,8 +28,8 @@ class InAList(Job):  # the loss is sharded before the strategy sees it
         with mock.patch.object(process_groups, "is_distributed", return_value=self.distributed):
             self.losses = [ClassShardedLoss(make_loss(loss))]
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.losses[0](self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.losses[0](embeddings, labels)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self.losses[0].predict(self.encoder(batch[0]), k=2)[1]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.testing import RankError, RankPool
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.fsdp_jobs import Towers, make_job
@@ -48,11 +49,12 @@ class Fails(Callback):
             raise ZeroDivisionError("the user's own")
 
 
-def fail_in_step(module: Job) -> None:
+def fail_in_step(module: Job, is_time: Callable[[int], bool] | None = None) -> None:
+    """Fail on rank 1 in the training step of a batch."""
     objective = module.objective
 
     def fails(features: Tensor, labels: Tensor, index: int) -> Tensor | None:
-        if module.global_rank == 1 and module.global_step == AT:
+        if module.global_rank == 1 and (is_time(index) if is_time else module.global_step == AT):
             raise ZeroDivisionError("the user's own")
         return objective(features, labels, index)
 
@@ -74,7 +76,7 @@ def trainer_of(module: Job, **options: Any) -> Trainer:
 def go_on(job: str, path: str) -> dict[str, Tensor]:
     module = JOBS[job]()
     trainer_of(module).fit(module, rows(dist.get_world_size()), ckpt_path=path)
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return weights_of(module)
 
 
 def fit_and_fail(
@@ -171,22 +173,13 @@ class Divided(Job):
 
 def fit_again(options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
     """Fail on rank 1 between two batches of one optimizer step, then fit the same module."""
-    module = Divided()
-    objective = module.objective
-
-    def fails(features: Tensor, labels: Tensor, index: int) -> Tensor:
-        if module.global_rank == 1 and index == 1:
-            raise ZeroDivisionError("the user's own")
-        return objective(features, labels, index)
-
-    module.objective = fails  # type: ignore[method-assign]
-    said = ""
+    module, said = Divided(), ""
+    fail_in_step(module, lambda index: index == 1 and not said)
     try:
-        make_trainer(DDPLossStrategy(**options), accumulate_grad_batches=2).fit(module, loader(2, dist.get_rank()))
+        make_trainer(DDPLossStrategy(**options), accumulate_grad_batches=2).fit(module, loader())
     except Exception as error:
         said = str(error)
-    module.objective = objective  # type: ignore[method-assign]
-    make_trainer(DDPLossStrategy(**options), accumulate_grad_batches=2).fit(module, loader(2, dist.get_rank()))
+    make_trainer(DDPLossStrategy(**options), accumulate_grad_batches=2).fit(module, loader())
     return said, dict(module.state_dict())
 
 

@@ -33,8 +33,7 @@ class SkipsALoss(TwoLosses):  # from batch `at` on, the ranks in `ranks` do not 
         self.at, self.ranks, self.skipped = at, ranks, skipped
         super().__init__()
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         skip = index >= self.at and self.global_rank in self.ranks
         value = embeddings.square().mean()
         for name in self.names:
@@ -57,8 +56,8 @@ def test_a_skipped_loss_is_found_by_its_gradient_too(pool: RankPool, options: di
 
 
 class FailsInBackward(Job):  # the gradient of rank 1's loss cannot be computed on the second batch
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        value: Tensor = self.loss(self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        value: Tensor = self.loss(embeddings, labels)
         if index == 1 and self.global_rank == 1:
             value.register_hook(self.fail)  # type: ignore[no-untyped-call]
         return value
@@ -99,8 +98,7 @@ def test_a_loss_skipped_in_part_of_an_accumulation_is_fine(pool: RankPool) -> No
 
 
 class EverySecondBatchOnRank1(TwoLosses):
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.first(embeddings, labels)
         return value + (self.second(embeddings, labels) if index % 2 or self.global_rank == 0 else 0)
 

@@ -73,19 +73,22 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.fixture
+def good(tmp_path: Path, saved: bytes) -> Path:
+    path = tmp_path / "good.ckpt"
+    path.write_bytes(saved)
+    return path
+
+
 def load_own(paths: list[str]) -> None:
     train(Job, load=paths[dist.get_rank()], epochs=2)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_the_same_error_on_every_rank(
-    pool: RankPool, tmp_path: Path, saved: bytes, damage: str
-) -> None:
-    path = tmp_path / "bad.ckpt"
-    path.write_bytes(saved)
+def test_a_damaged_file_is_the_same_error_on_every_rank(pool: RankPool, good: Path, damage: str) -> None:
     spoil, word = DAMAGE[damage]
-    spoil(path)
-    assert_cannot_be_loaded(pool, path, Job, word)
+    spoil(good)
+    assert_cannot_be_loaded(pool, good, Job, word)
 
 
 def assert_cannot_be_loaded(pool: RankPool, path: Path, make: Callable[..., Job], *words: str) -> None:
@@ -107,16 +110,15 @@ def test_a_file_damaged_for_one_rank_alone_is_an_error_on_every_rank(
     assert all("rank 2: nothing wrong" in error.message for error in errors)
 
 
-def test_files_of_different_steps_or_weights_are_refused(pool: RankPool, tmp_path: Path, saved: bytes) -> None:
-    first, second, changed = (tmp_path / f"{name}.ckpt" for name in ("first", "second", "changed"))
-    first.write_bytes(saved)
-    pool.run(2, train, Job, load=str(first), save=str(second), epochs=2)
-    errors = pool.errors(2, load_own, [str(first), str(second)])
+def test_files_of_different_steps_or_weights_are_refused(pool: RankPool, tmp_path: Path, good: Path) -> None:
+    first, second, changed = str(good), str(tmp_path / "second.ckpt"), str(tmp_path / "changed.ckpt")
+    pool.run(2, train, Job, load=first, save=second, epochs=2)
+    errors = pool.errors(2, load_own, [first, second])
     assert_same_error(errors, "loading a checkpoint", "global_step", "rank 1")
     checkpoint = torch.load(first)
     checkpoint["state_dict"]["loss.W"][0, -1] += 1e-9
     torch.save(checkpoint, changed)
-    errors = pool.errors(3, load_own, [str(first), str(changed), str(first)])
+    errors = pool.errors(3, load_own, [first, changed, first])
     assert_same_error(errors, "loading a checkpoint", "content", "rank 0", "rank 1", "rank 2")
 
 
@@ -139,8 +141,8 @@ class Wrapped(Job):
     def build(self, loss: str) -> None:
         self.arc = GlobalBatchLoss(make_loss(loss))
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.arc(self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.arc(embeddings, labels)
 
 
 OTHERS: dict[str, tuple[Callable[[], Job], tuple[str, ...]]] = {
@@ -152,19 +154,13 @@ OTHERS: dict[str, tuple[Callable[[], Job], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_checkpoint_of_another_module_is_the_same_error_on_every_rank(
-    pool: RankPool, tmp_path: Path, saved: bytes, other: str
-) -> None:
-    path = tmp_path / "good.ckpt"
-    path.write_bytes(saved)
+def test_a_checkpoint_of_another_module_is_the_same_error_on_every_rank(pool: RankPool, good: Path, other: str) -> None:
     make, words = OTHERS[other]
-    assert_cannot_be_loaded(pool, path, make, *words)
+    assert_cannot_be_loaded(pool, good, make, *words)
 
 
-def test_a_loss_and_what_divides_its_classes_are_one_loss(pool: RankPool, tmp_path: Path, saved: bytes) -> None:
-    path = tmp_path / "good.ckpt"
-    path.write_bytes(saved)
-    pool.run(2, train, Sharded, load=str(path), epochs=2)
+def test_a_loss_and_what_divides_its_classes_are_one_loss(pool: RankPool, good: Path) -> None:
+    pool.run(2, train, Sharded, load=str(good), epochs=2)
 
 
 def save_on_full_disk(make: Callable[[], Job], path: str, full: tuple[int, ...], **strategy: Any) -> None:

@@ -37,8 +37,7 @@ class Weighs(Job):  # one rank weighs the loss by a number of its own, in one st
         }
         self.loss = kinds[self.kind]()
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         second = labels[:, None].expand_as(embeddings).double() if self.kind == "metric" else labels
         value: Tensor = self.loss(embeddings, second)
         return value * self.weight(index)
@@ -182,8 +181,8 @@ class WeighsTheLast(Job):
     def build(self, loss: str) -> None:
         self.loss = GlobalBatchLoss(pml.SupConLoss())
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        value: Tensor = self.loss(self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        value: Tensor = self.loss(embeddings, labels)
         return value * (3.0 if index == LAST and self.global_rank else 0.5)
 
 

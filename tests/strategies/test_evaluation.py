@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torchmetrics
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -30,6 +30,7 @@ from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import handshake
+from tests.fits import MeanSquare, Trained
 from tests.lightning_ranks import make_trainer
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import trainer_alone
@@ -50,7 +51,9 @@ def rows(number: int) -> TensorDataset:
     return TensorDataset(torch.arange(number), ROWS[:number])
 
 
-class Evaluated(LightningModule):  # logs metrics in several ways, and keeps the rows that it saw
+class Evaluated(Trained):  # logs metrics in several ways, and keeps the rows that it saw
+    lr = 0.0
+
     def __init__(self, exchanges: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -93,9 +96,6 @@ class Evaluated(LightningModule):  # logs metrics in several ways, and keeps the
 
     def on_validation_epoch_end(self) -> None:
         self.ended += 1
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def logged(trainer: Trainer) -> dict[str, float]:
@@ -387,16 +387,13 @@ class Rows(Dataset[Tensor]):  # on rank 1 one of them cannot be read
         return torch.full((3,), float(index))
 
 
-class Fails(LightningModule):
+class Fails(MeanSquare):
     """In a step of rank 1, or where it gets its rows; the peers go on to a metric over all ranks."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.layer, self.where = nn.Linear(3, 1), where
+        self.where = where
         self.mean = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.layer(batch).mean()
 
     def predict_step(self, batch: Tensor, index: int) -> Tensor:
         if self.where == "step" and index == 1 and dist.get_rank() == 1:
@@ -408,9 +405,6 @@ class Fails(LightningModule):
         self.log("mean", self.mean, on_epoch=True)
 
     test_step = validation_step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def run(stage: str, where: str) -> int:

@@ -17,7 +17,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies import whole_checkpoint
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
+from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model
 from tests.strategies.test_fsdp_parity import joined
 
 # who trains: "file" and "folder" under FSDP2, "ddp", "shards" (DDP, each rank's classes by themselves), or "one" process, and on how
@@ -40,7 +40,7 @@ def train(pool: RankPool, who: Who, **options: object) -> dict[str, Tensor]:
     how, world_size = who
     if how == "one":
         options.pop("save", None)
-        return alone("divided", "adamw", ckpt_path=options.pop("load", None), **options)
+        return fit_kind_alone("divided", "adamw", ckpt_path=options.pop("load", None), **options)
     is_ddp = how in ("ddp", "shards")
     strategy = {"sharded_checkpoints": how == "shards"} if is_ddp else {"save_distributed_checkpoint": how == "folder"}
     states = pool.run(world_size, fit_sharded_model, "divided", "adamw", strategy, ddp=is_ddp, **options)
@@ -49,10 +49,10 @@ def train(pool: RankPool, who: Who, **options: object) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("before", "after"), ROUTES, ids=str)
 def test_training_goes_on(pool: RankPool, tmp_path: Path, before: Who, after: Who) -> None:
-    expected = alone("divided", "adamw", max_epochs=2)
+    expected = fit_kind_alone("divided", "adamw", max_epochs=2)
     path = str(tmp_path / "checkpoint")
     if before[0] == "one":
-        alone("divided", "adamw", save=path)
+        fit_kind_alone("divided", "adamw", save=path)
     else:
         train(pool, before, save=path)
         assert Path(path).is_dir() == (before[0] in IS_FOLDER)

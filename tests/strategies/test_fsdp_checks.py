@@ -17,10 +17,11 @@ from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrat
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.doors import local_part
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
-from tests.strategies.fsdp_jobs import KINDS, Towers, alone, fit_sharded_model, make_job, whole_state
+from tests.strategies.fsdp_jobs import KINDS, Towers, fit_kind_alone, fit_sharded_model, make_job
 from tests.strategies.jobs import TASK, fit_alone, loader, make_loss
 
 
@@ -198,7 +199,7 @@ def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
     module.on_after_backward = overflow  # type: ignore[method-assign]
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     make_trainer(ModelParallelLossStrategy(), plugins=[plugin], gradient_clip_val=0.3).fit(module, loader())
-    return whole_state(module), scaler.get_scale()
+    return weights_of(module), scaler.get_scale()
 
 
 class SkipsAStep(Towers):  # one process that leaves out the third step
@@ -232,7 +233,7 @@ def fit_in_pieces() -> tuple[dict[str, Tensor], int]:
 
 
 def test_an_encoder_runs_in_pieces(pool: RankPool) -> None:
-    expected = alone("arcface", "adamw")
+    expected = fit_kind_alone("arcface", "adamw")
     for state, gathers in pool.run(2, fit_in_pieces):
         assert_close(state, expected, rtol=1e-8)
         # rank 1 has 8 rows: three pieces, each of which gathers two layers once forward and at most once backward

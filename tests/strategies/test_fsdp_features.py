@@ -27,10 +27,11 @@ from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.doors import torch_compat
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, batches
 from tests.refusals import assert_same_error
-from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, step_alone, whole_state
+from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model, make_job, shard, step_alone
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
 
 ROWS, G, EPOCHS = 21, 6, 2
@@ -84,7 +85,7 @@ def fit_mixed(kind: type[Mixed]) -> tuple[dict[str, Tensor], list[int]]:
     options = {"max_epochs": EPOCHS, "use_distributed_sampler": True, "sync_batchnorm": True}
     trainer = make_trainer(ModelParallelLossStrategy(use_global_sampler=True), **options)
     trainer.fit(module, data, DataLoader(mixed_data(), batch_size=G // W))
-    return whole_state(module), module.seen
+    return weights_of(module), module.seen
 
 
 def test_batch_norm_metrics_means_samplers_and_evaluation_are_those_of_one_process(pool: RankPool) -> None:
@@ -240,7 +241,7 @@ def fit_until(uneven: str) -> dict[str, Tensor]:
     own = list(loader(2, dist.get_rank()).dataset)  # type: ignore[arg-type]
     data = DataLoader(own if dist.get_rank() == 0 else own[:2], batch_size=None)
     make_trainer(ModelParallelLossStrategy(uneven=uneven)).fit(module, data)
-    return whole_state(module)
+    return weights_of(module)
 
 
 @pytest.mark.parametrize("kind", ["three", "clip"])
@@ -343,7 +344,7 @@ def fit_as_on_a_gpu(optimizer: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_group_of_divided_and_whole_parameters(pool: RankPool, optimizer: str) -> None:
     for state in pool.run(2, fit_as_on_a_gpu, optimizer):
-        assert_close(state, alone("arcface", optimizer))
+        assert_close(state, fit_kind_alone("arcface", optimizer))
 
 
 class Wrapped:  # what Lightning takes for an optimizer
@@ -365,7 +366,7 @@ def wrap(module: Towers) -> None:
 
 def test_an_optimizer_that_is_not_torchs(pool: RankPool) -> None:
     for state in pool.run(2, fit_sharded_model, "arcface", prepare=wrap):
-        assert_close(state, alone("arcface"))
+        assert_close(state, fit_kind_alone("arcface"))
 
 
 def configure(how: Callable[[Towers], None], module: Towers) -> None:
@@ -395,7 +396,7 @@ def fit_compiled() -> dict[str, Tensor]:
 
 
 def test_a_compiled_model(pool: RankPool) -> None:
-    assert_all_close(pool.run(2, fit_compiled), alone("three", "adamw"), rtol=1e-8)
+    assert_all_close(pool.run(2, fit_compiled), fit_kind_alone("three", "adamw"), rtol=1e-8)
 
 
 def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) -> dict[str, Tensor]:
@@ -405,7 +406,7 @@ def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) ->
 
 
 def test_an_older_torch(pool: RankPool) -> None:
-    assert_all_close(pool.run(2, fit_under_an_older_torch), alone("three", "adamw"), rtol=1e-8)
+    assert_all_close(pool.run(2, fit_under_an_older_torch), fit_kind_alone("three", "adamw"), rtol=1e-8)
 
 
 def made_late(module: Towers) -> None:

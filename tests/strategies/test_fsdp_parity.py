@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
-from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, whole_state
+from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model, make_job
 from tests.strategies.jobs import OPTIMIZERS, TASK, fit_alone, loader, make_loss
 
 # kind, optimizer, world size, whether ranks have equally many rows, options of the trainer
@@ -48,7 +49,7 @@ def joined(states: list[dict[str, Tensor]], kind: str) -> dict[str, Tensor]:
 def test_a_fit_equals_one_process(
     pool: RankPool, kind: str, optimizer: str, world_size: int, even: bool, options: dict[str, Any]
 ) -> None:
-    expected = alone(kind, optimizer, **options)
+    expected = fit_kind_alone(kind, optimizer, **options)
     states = pool.run(world_size, fit_sharded_model, kind, optimizer, even=even, **options)
     assert_close(joined(states, kind), expected, rtol=1e-8)
 
@@ -63,7 +64,7 @@ def fit_with_empty_batches(kind: str) -> dict[str, Tensor]:
         own.append((features[part], labels[part]))
     module = make_job(kind)
     make_trainer(ModelParallelLossStrategy()).fit(module, DataLoader(own, batch_size=None))
-    return whole_state(module)
+    return weights_of(module)
 
 
 def start_apart(module: nn.Module) -> None:
@@ -76,13 +77,13 @@ def start_apart(module: nn.Module) -> None:
 def test_all_ranks_start_as_rank_0(pool: RankPool) -> None:
     """What fully_shard divides too, of which each rank takes its part from what it holds itself."""
     states = pool.run(2, fit_sharded_model, "arcface", prepare=start_apart)
-    assert_close(joined(states, "arcface"), alone("arcface"), rtol=1e-8)
+    assert_close(joined(states, "arcface"), fit_kind_alone("arcface"), rtol=1e-8)
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("three", 2), ("divided", 3)])
 def test_a_rank_may_have_no_rows(pool: RankPool, kind: str, world_size: int) -> None:
     states = pool.run(world_size, fit_with_empty_batches, kind)
-    assert_close(joined(states, kind), alone(kind), rtol=1e-8)
+    assert_close(joined(states, kind), fit_kind_alone(kind), rtol=1e-8)
 
 
 class ByHand(Towers):
@@ -132,12 +133,12 @@ def fit_rounded(precision: str) -> dict[str, Tensor]:
     own = [(features.float(), labels) for features, labels in data]
     trainer = make_trainer(ModelParallelLossStrategy(), precision=precision)
     trainer.fit(module, DataLoader(own, batch_size=None))
-    return whole_state(module)
+    return weights_of(module)
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
 def test_lower_precision_rounds_and_does_nothing_else(pool: RankPool, precision: str) -> None:
-    before, expected = alone("three", "still"), alone("three")
+    before, expected = fit_kind_alone("three", "still"), fit_kind_alone("three")
     for state in pool.run(2, fit_rounded, precision):
         assert all(value.dtype == torch.float32 for value in state.values())
         for name, truth in expected.items():

@@ -20,7 +20,7 @@ from tests.doors import local_part
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 from tests.slow_parameters import slow_parameters
-from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
+from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model
 from tests.strategies.test_fsdp_checkpoints import train
 from tests.strategies.test_fsdp_parity import joined
 
@@ -54,7 +54,7 @@ PARITY: list[tuple[str, dict[str, Any]]] = [
 def test_replicas_of_parts_equal_one_process(pool: RankPool, kind: str, options: dict[str, Any]) -> None:
     plain = {name: value for name, value in options.items() if name != "callbacks"}
     states = pool.run(W, fit_sharded_model, kind, "adamw", even=False, prepare=on_a_plane, **options)
-    assert_close(joined(states, kind), alone(kind, "adamw", **plain), rtol=1e-8)
+    assert_close(joined(states, kind), fit_kind_alone(kind, "adamw", **plain), rtol=1e-8)
 
 
 @pytest.mark.parametrize("as_folder", slow_parameters([False, True], {True}))
@@ -62,7 +62,7 @@ def test_checkpoints_go_on_without_replicas(pool: RankPool, tmp_path: Path, as_f
     path = str(tmp_path / "checkpoint")
     strategy = {"save_distributed_checkpoint": as_folder}
     pool.run(W, fit_sharded_model, "divided", "adamw", strategy, prepare=on_a_plane, save=path)
-    expected = alone("divided", "adamw", max_epochs=2)
+    expected = fit_kind_alone("divided", "adamw", max_epochs=2)
     assert_close(train(pool, ("folder", 2), load=path, max_epochs=2), expected, rtol=1e-8)
     again = pool.run(W, fit_sharded_model, "divided", "adamw", strategy, prepare=on_a_plane, load=path, max_epochs=2)
     assert_close(joined(again, "divided"), expected, rtol=1e-8)
@@ -151,7 +151,7 @@ def test_a_fit_equals_one_process(
     whole = dict(states[0])
     if kind == "divided":
         whole["loss.W"] = torch.cat([state["loss.W"] for state in states], 1)
-    assert_close(whole, alone(kind, **{k: v for k, v in options.items() if k != "strategy"}), rtol=1e-8)
+    assert_close(whole, fit_kind_alone(kind, **{k: v for k, v in options.items() if k != "strategy"}), rtol=1e-8)
 
 
 @pytest.mark.parametrize(

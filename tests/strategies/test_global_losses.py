@@ -30,8 +30,7 @@ class Both(Job):  # a loss over samples and one over pairs, plain; two embedding
         for name, plain in losses.items():
             setattr(self, name, GlobalBatchLoss(plain) if self.wrapped else plain)
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.loss(embeddings, labels) + 0.5 * self.pairs(embeddings, labels)
 
 
@@ -123,8 +122,7 @@ class TwoHeads(Job):  # two losses of one kind, made in another order on rank 1
         for name in names:
             setattr(self, name, made[name])
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         heads = [self.near, self.far]
         values = [head(embeddings, labels) for head in (heads[::-1] if self.swapped and dist.get_rank() else heads)]
         return sum(values, torch.zeros(()))

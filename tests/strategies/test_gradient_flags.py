@@ -57,8 +57,7 @@ WAYS = [fit, fit_in_a_bucket, fit_large, fit_as_on_an_accelerator]
 
 
 class Partial(Job):  # the loss runs on every rank, but one of them throws its value away
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.loss(embeddings, labels)
         return embeddings.sum() if index == 1 and self.global_rank == 1 else value + embeddings.sum()
 
@@ -71,8 +70,8 @@ class Sparse(Job):  # a table of centres beside the loss, whose gradient is spar
     def on_train_start(self) -> None:
         self.centres.sparse = self.global_rank == 1  # before the set-up it would be another option of a loss
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.encoder(features), labels) + self.centres(labels).sum()
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(embeddings, labels) + self.centres(labels).sum()
 
 
 def fail_then_fit(run: Any, make: type[Job], strategy: Any) -> tuple[str, dict[str, Tensor]]:
@@ -193,8 +192,7 @@ class GoneOnRankOne(GrowsByHookOnRankOne):  # the gradient is taken away on one 
 class ComesOnRankOne(GrowsByHookOnRankOne):
     """A step without the loss, in which one rank gets a gradient of it all the same."""
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return embeddings.square().mean() if index == 1 else self.loss(embeddings, labels)
 
     def grow(self, _: Tensor) -> None:
@@ -232,8 +230,7 @@ class MixedLosses(Job):  # losses of three dtypes next to each other
         self.single = make_loss(loss, 1).float()
         self.narrow = nn.Linear(TASK.dim, 1, dtype=torch.bfloat16)
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.loss(embeddings, labels) + self.single(embeddings.float(), labels)
         return value + self.narrow(embeddings.bfloat16()).double().sum()
 

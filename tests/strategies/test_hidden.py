@@ -42,8 +42,8 @@ class Hidden(Job):  # the loss lies in a place where torch does not register it
         _, name, _, get = PLACES[self.place]
         return get(getattr(self, name))
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.hidden()(self.encoder(features), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.hidden()(embeddings, labels)
 
     def optimised(self) -> list[nn.Parameter]:
         known = list(self.parameters())
@@ -149,8 +149,7 @@ class KeepsCopies(Job):
         super().build(loss)
         self.before = [copy.deepcopy(self.loss)]
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         with torch.no_grad():
             for other in (*self.before, *self.average):
                 assert other(embeddings, labels) > 0
@@ -168,8 +167,8 @@ class HiddenLayer(Job):  # what hides is no loss by type, but an optimizer train
         torch.manual_seed(5)
         self.tools = [nn.Linear(TASK.dim, TASK.dim).double()]
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.tools[0](self.encoder(features)), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.tools[0](embeddings), labels)
 
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS["sgd"]([*self.parameters(), *self.tools[0].parameters()])

@@ -69,8 +69,7 @@ class Pairs(Job):
         if dist.is_initialized():
             self.pairs = GlobalBatchLoss(self.pairs, mode="rows")
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.loss(embeddings, labels) + self.pairs(embeddings, labels)
 
 

@@ -30,7 +30,9 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.doors import without_rows
+from tests.fits import listed
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
@@ -43,7 +45,6 @@ from tests.strategies.test_uneven_ends import (
     Rows,
     batches_of,
     joined,
-    listed,
     one_process,
     part,
     train,
@@ -136,8 +137,7 @@ def sharded_arcface() -> nn.Module:
 def test_join_with_losses_over_all_rows(pool: RankPool, name: str) -> None:
     results = pool.run(2, train, partial(rows_with, partial(pml_loss, name)), partial(part, SHORT), "join")
     truth = one_process(SHORT, 4, loss=pml_loss(name, is_global=False))
-    for result in results:
-        assert_close(result["state"], truth)
+    assert_states(results, truth)
 
 
 def rows_with(make_loss: Callable[[], nn.Module]) -> Rows:
@@ -164,8 +164,11 @@ def test_join_with_other_values_over_all_rows(
     whole_weight = truth["state"].pop("loss.W", None)
     if whole_weight is not None:  # of which each rank holds its classes
         assert_close({"W": torch.cat([result["state"].pop("loss.W") for result in results], 1)}, {"W": whole_weight})
-    for result in results:
-        assert_close(result["state"], truth["state"])
+    assert_states(results, truth["state"])
+
+
+def assert_states(results: Sequence[dict[str, Any]], truth: dict[str, Tensor]) -> None:
+    assert_all_close([result["state"] for result in results], truth)
 
 
 def whole_steps(rank: int) -> Any:
@@ -178,9 +181,8 @@ def test_join_of_accumulation_windows_that_end_early(pool: RankPool, kind: str, 
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "strategy": {"accumulation": accumulation}}
     results = pool.run(2, train, Rows, partial(part, UNEVEN, kind=kind), "join", **options)
     truth = one_process(UNEVEN, 5, epochs=2, window=2, whole_window=accumulation == "window")
-    for result in results:
-        assert result["steps"] == 6
-        assert_close(result["state"], truth)
+    assert [result["steps"] for result in results] == [6, 6]
+    assert_states(results, truth)
 
 
 @pytest.mark.parametrize("options", [{"val_check_interval": 2}, {"val_check_interval": 0.4}], ids=str)
@@ -220,8 +222,7 @@ class AllowsNone(Rows):
 @pytest.mark.parametrize("kind", LOADERS)
 def test_join_with_a_rank_that_has_no_batch_at_all(pool: RankPool, kind: str) -> None:
     plan: Plan = [(4, 3), (), (2,)]
-    for result in pool.run(3, train, AllowsNone, partial(part, plan, kind=kind), "join"):
-        assert_close(result["state"], one_process(plan, 2))
+    assert_states(pool.run(3, train, AllowsNone, partial(part, plan, kind=kind), "join"), one_process(plan, 2))
 
 
 class Several(Rows):  # two loaders, of different lengths on each rank; it notes which of them had a batch

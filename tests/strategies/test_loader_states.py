@@ -200,6 +200,14 @@ def saved(kind: str, kill: Any, path: str) -> None:
     fit(kind, kill, path, None)
 
 
+@pytest.fixture(scope="module")
+def half(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of two ranks from the middle of an epoch."""
+    path = str(tmp_path_factory.mktemp("half") / "half.ckpt")
+    pool.run(2, saved, "data set", (AFTER, 2), path)
+    return path
+
+
 def resumed(kind: str, path: str) -> list[Any]:
     return fit(kind, None, "", path).seen
 
@@ -225,11 +233,9 @@ def test_a_checkpoint_holds_the_state_of_each_rank(pool: RankPool, tmp_path: Pat
     ],
 )
 def test_states_that_cannot_be_put_back_are_refused_on_all_ranks(
-    pool: RankPool, tmp_path: Path, kind: str, world_size: int, text: str
+    pool: RankPool, half: str, kind: str, world_size: int, text: str
 ) -> None:
-    path = str(tmp_path / "half.ckpt")
-    pool.run(2, saved, "data set", (AFTER, 2), path)
-    errors = pool.errors(world_size, warned, resumed, kind, path)
+    errors = pool.errors(world_size, warned, resumed, kind, half)
     assert {error.type for error in errors} == {"InputError"}
     assert_errors(errors, text)
 
@@ -261,9 +267,7 @@ class FailsToLoad(Rows):
             raise OSError("no such shard")
 
 
-def test_a_data_set_that_cannot_load_ends_all_ranks(pool: RankPool, tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
-    pool.run(2, saved, "data set", (AFTER, 2), path)
-    errors = pool.errors(2, resumed, "fails to load", path)
+def test_a_data_set_that_cannot_load_ends_all_ranks(pool: RankPool, half: str) -> None:
+    errors = pool.errors(2, resumed, "fails to load", half)
     assert [error.type for error in errors] == ["PeerError", "OSError"]
     assert "no such shard" in errors[0].message

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import Trained, listed
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import Strategy, strategy_of, trainer_alone
 
@@ -29,12 +30,13 @@ def loaders(world_size: int, rank: int | None) -> DataLoader:
     for rows in ROWS[world_size]:
         parts = torch.rand(sum(rows), 2, generator=generator, dtype=torch.float64).split(rows)
         batches.append(torch.cat(parts) if rank is None else parts[rank])
-    return DataLoader(batches, batch_size=None)
+    return listed(batches)
 
 
-class Logging(LightningModule):  # logs means of its input in several ways; its weight stays as it is
-    def __init__(self) -> None:
-        super().__init__()
+class Logging(Trained):  # logs means of its input in several ways; its weight stays as it is
+    lr = 0.0
+
+    def build(self) -> None:
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
 
     def log_means(self, stage: str, rows: Tensor) -> None:
@@ -52,9 +54,6 @@ class Logging(LightningModule):  # logs means of its input in several ways; its 
 
     def validation_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> None:
         self.log_means("val", batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def logged_on_ranks(strategy: Strategy) -> dict[str, float]:

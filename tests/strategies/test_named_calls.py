@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -18,15 +18,15 @@ from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import torch_compat
+from tests.fits import Trained
 from tests.lightning_ranks import make_trainer
 
 SAVE_ADVICE = "Call `trainer.save_checkpoint` on every rank; Lightning writes on rank 0."
 LOG_ADVICE = "Call `self.log(..., sync_dist=True)` on every rank."
 
 
-class Model(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
+class Model(Trained):
+    def build(self) -> None:
         self.layer = nn.Linear(4, 3)
         self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
 
@@ -35,9 +35,6 @@ class Model(LightningModule):
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.layer(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     @property
     def is_first(self) -> bool:

@@ -26,10 +26,10 @@ class InParts(Job):  # two groups of two; rank 1 fails before the loss of step 2
             pml.SupConLoss() if pairs else make_loss(), group=part
         )
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         if index == 2 and self.global_rank == 1:
             raise ValueError("no such sample")
-        return self.loss(self.encoder(features), labels)
+        return self.loss(embeddings, labels)
 
 
 class BesideTheWorld(Job):
@@ -41,8 +41,7 @@ class BesideTheWorld(Job):
         self.loss = GlobalBatchLoss(pml.SupConLoss(), group=parts[dist.get_rank() // 2])
         self.other = GlobalBatchLoss(pml.SupConLoss())
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         self.maybe_fail("before")
         value = self.loss(embeddings, labels)
         self.maybe_fail("between")
@@ -56,8 +55,7 @@ class BesideTheWorld(Job):
 
 
 class DisagreesInAPart(InParts):  # ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         is_odd = index == 2 and self.global_rank < 2
         return self.loss(embeddings[:, : 3 - self.global_rank] if is_odd else embeddings, labels)
 

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import towers
+from tests.fits import Trained, listed
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
@@ -50,17 +50,24 @@ class Records(nn.Module):  # a softmax loss that writes down what it is given an
         return nn.functional.cross_entropy(logits, labels, reduction="none").mul(weights).mean()
 
 
-class Recording(LightningModule):
+class OneLayer(Trained):  # whose rows are converted to its own dtype
+    def build(self) -> None:
+        self.encoder = nn.Linear(TASK.features, TASK.dim)
+
+    def encode(self, features: Tensor) -> Tensor:
+        rows: Tensor = self.encoder(features.to(self.encoder.weight.dtype))
+        return rows
+
+
+class Recording(OneLayer):
     def __init__(self, learnable: bool = True, optimizer: str = "adam") -> None:
         super().__init__()
         self.optimizer = optimizer
-        torch.manual_seed(1)
-        self.encoder = nn.Linear(TASK.features, TASK.dim)
         self.loss = Records(learnable)
         self.encoded: set[torch.dtype] = set()
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        embeddings = self.encoder(batch[0].to(self.encoder.weight.dtype))
+        embeddings = self.encode(batch[0])
         self.encoded.add(embeddings.dtype)
         rows = torch.arange(len(embeddings), dtype=torch.int32)
         return self.loss(embeddings, batch[1], weights=torch.ones(len(embeddings)), index=rows)
@@ -71,7 +78,7 @@ class Recording(LightningModule):
 
 def data(dtype: torch.dtype = torch.float32) -> DataLoader:
     part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
-    return DataLoader([(x[part].to(dtype), y[part]) for x, y in batches(TASK)], batch_size=None)
+    return listed([(x[part].to(dtype), y[part]) for x, y in batches(TASK)])
 
 
 def record(precision: str, learnable: bool) -> tuple[Any, ...]:
@@ -101,25 +108,23 @@ def test_what_a_loss_computes_in(pool: RankPool, precision: str, learnable: bool
         assert encoded == {halves.get(precision, LOSS_DTYPE[precision])}, "the precision itself did nothing"
 
 
-class Learnable(LightningModule):
+class Learnable(OneLayer):
     def __init__(self, loss: str = "ArcFaceLoss", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.encoder = nn.Linear(TASK.features, TASK.dim)
         self.loss = getattr(pml, loss)(num_classes=TASK.classes, embedding_size=TASK.dim)
         self.to(dtype)
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return self.loss(self.encoder(batch[0].to(self.encoder.weight.dtype)), batch[1])
+        return self.loss(self.encode(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return OPTIMIZERS["adam"](self.parameters(), **self.rate)
+        return OPTIMIZERS["adam"](self.parameters(), lr=self.lr)
 
-    rate: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
+    lr = 0.05
 
 
 class Still(Learnable):
-    rate = {"lr": 0.0}  # noqa: RUF012 - nobody writes to it
+    lr = 0.0
 
 
 def fit_precision(make: Any, precision: str, strategy: Any = None) -> dict[str, Tensor]:
@@ -195,7 +200,7 @@ def record_half(dtype: torch.dtype) -> tuple[set[Any], torch.dtype]:
 
 
 class Overflows(Learnable):  # in batch 1 the inputs of the last rank are more than a half can hold
-    rate = {"lr": 0.01}  # noqa: RUF012 - nobody writes to it
+    lr = 0.01
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         spoilt = index == 1 and self.global_rank == self.trainer.world_size - 1
@@ -277,7 +282,7 @@ OURS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
 }
 
 
-class GlobalInHalf(LightningModule):  # keeps what its loss over all ranks is given, and what comes back
+class GlobalInHalf(OneLayer):  # keeps what its loss over all ranks is given, and what comes back
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -286,16 +291,13 @@ class GlobalInHalf(LightningModule):  # keeps what its loss over all ranks is gi
         self.loss = over_all_ranks(make())
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        self.embeddings = self.encoder(batch[0].to(self.encoder.weight.dtype))
+        self.embeddings = self.encode(batch[0])
         self.embeddings.retain_grad()
         self.value: Tensor = self.loss(self.embeddings, batch[1])
         return self.value
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.grads = [p.grad.clone() for p in self.loss.parameters() if p.grad is not None]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def half_precision_step(name: str, precision: str) -> dict[str, Any]:
@@ -305,7 +307,7 @@ def half_precision_step(name: str, precision: str) -> dict[str, Any]:
     rows = torch.randn(sum(ROWS_OF_RANKS), TASK.features, generator=generator)
     module = GlobalInHalf(name)
     batch = (rows[part], (torch.arange(len(rows)) % SEVEN_CLASSES)[part])
-    make_trainer(strategy_of({}), precision=precision).fit(module, DataLoader([batch], batch_size=None))
+    make_trainer(strategy_of({}), precision=precision).fit(module, listed([batch]))
     embeddings = module.embeddings
     return {
         "embeddings": embeddings.detach(),
@@ -354,13 +356,12 @@ def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, nam
 # `products="auto"` under the strategy: tensor cores where the encoder gives bfloat16, float32 where its rows are that.
 
 
-class Chooses(LightningModule):
+class Chooses(OneLayer):
     """Two losses that choose by the dtype of their rows; ``wide``: these are float32 whatever the encoder gives."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
         self.wide = wide
-        self.encoder = nn.Linear(TASK.features, TASK.dim)
         self.of_pairs = GlobalBatchLoss(pml.SupConLoss(), mode="rows", products="auto")
         self.of_towers = ClipLoss(products="auto")
 
@@ -369,9 +370,6 @@ class Chooses(LightningModule):
         rows = rows.float() if self.wide else rows
         value: Tensor = self.of_pairs(rows, batch[1]) + self.of_towers(rows, rows.flip(1))
         return value
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def forms(precision: str, wide: bool) -> dict[str, set[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -156,12 +155,21 @@ def derived(save: str, step: int) -> tuple[list[str], bool, Tensor]:
     return said, is_derived, found["torch"]
 
 
-def test_on_another_number_of_ranks_they_are_derived(pool: RankPool, tmp_path: Path) -> None:
-    save = str(tmp_path / "end.ckpt")
-    pool.run(2, fit_and_forget, ("on_train_epoch_end", BATCHES), save)
-    assert torch.load(save, weights_only=True)[RANDOM_STATES]["world_size"] == 2
+END = ("on_train_epoch_end", BATCHES)
+
+
+@pytest.fixture(scope="module")
+def end(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of two ranks from the end of the first epoch."""
+    path = str(tmp_path_factory.mktemp("end") / "end.ckpt")
+    pool.run(2, fit_and_forget, END, path)
+    return path
+
+
+def test_on_another_number_of_ranks_they_are_derived(pool: RankPool, end: str) -> None:
+    assert torch.load(end, weights_only=True)[RANDOM_STATES]["world_size"] == 2
     for world_size in (3, 1):
-        replies = pool.run(world_size, derived, save, BATCHES)
+        replies = pool.run(world_size, derived, end, BATCHES)
         said = replies[0][0]
         assert len(said) == 1
         assert f"holds those of 2 ranks, and there are {world_size}" in said[0]
@@ -170,7 +178,7 @@ def test_on_another_number_of_ranks_they_are_derived(pool: RankPool, tmp_path: P
         assert len({tuple(state.tolist()) for _, _, state in replies}) == world_size
         assert all(not said for said, _, _ in replies[1:])
     # the same number of ranks says nothing
-    assert pool.run(2, derived, save, BATCHES)[0][0] == []
+    assert pool.run(2, derived, end, BATCHES)[0][0] == []
 
 
 def saved_after_a_fit(save: str, load: str) -> int:
@@ -181,11 +189,9 @@ def saved_after_a_fit(save: str, load: str) -> int:
     return int(torch.load(save, weights_only=True)[RANDOM_STATES]["seed"])
 
 
-def test_a_checkpoint_after_the_fit_holds_the_seed_of_the_run(pool: RankPool, tmp_path: Path) -> None:
-    save, again = str(tmp_path / "end.ckpt"), str(tmp_path / "again.ckpt")
-    pool.run(2, fit_and_forget, ("on_train_epoch_end", BATCHES), save)
-    run_seed = torch.load(save, weights_only=True)[RANDOM_STATES]["seed"]
-    assert pool.run(1, saved_after_a_fit, again, save) == [run_seed]
+def test_a_checkpoint_after_the_fit_holds_the_seed_of_the_run(pool: RankPool, tmp_path: Path, end: str) -> None:
+    run_seed = torch.load(end, weights_only=True)[RANDOM_STATES]["seed"]
+    assert pool.run(1, saved_after_a_fit, str(tmp_path / "again.ckpt"), end) == [run_seed]
 
 
 def fit_and_forget(kill: Any, save: str, load: str | None = None, **options: Any) -> list[str]:
@@ -194,7 +200,7 @@ def fit_and_forget(kill: Any, save: str, load: str | None = None, **options: Any
 
 def test_a_checkpoint_of_another_strategy_says_nothing(pool: RankPool, tmp_path: Path) -> None:
     save = str(tmp_path / "plain.ckpt")
-    pool.run(2, fit_and_forget, ("on_train_epoch_end", BATCHES), save, losses=[])
+    pool.run(2, fit_and_forget, END, save, losses=[])
     assert RANDOM_STATES not in torch.load(save, weights_only=True)
     assert pool.run(2, fit_and_forget, None, "", save) == [[], []]
 
@@ -271,10 +277,7 @@ class Mining(Embeds):  # pairs of which a miner takes some at random
 def weights(kind: type[Line], kill: Any, save: str, load: str | None) -> list[Tensor]:
     torch.manual_seed(17)
     module = kind(dist.get_world_size())
-    callbacks = [] if kill is None else [Kill(*kill, save)]
-    trainer = make_trainer(DDPLossStrategy(), max_epochs=2, limit_val_batches=0, callbacks=callbacks)
-    with contextlib.suppress(Killed):
-        trainer.fit(module, ckpt_path=load)
+    train(module, kill, save, load, max_epochs=2)
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 

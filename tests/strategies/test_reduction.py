@@ -136,8 +136,7 @@ class HeadsByRank(Job):  # each rank but the first has a head of its own for its
         self.heads = nn.ModuleList([nn.Linear(TASK.dim, TASK.dim).double() for _ in range(3)])
         self.pairs = GlobalBatchLoss(SupConLoss()) if self.wraps else SupConLoss()
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.loss(embeddings, labels) + self.pairs(embeddings, labels)
         if self.global_rank:
             value = value + self.heads[self.global_rank - 1](embeddings).square().mean()
@@ -148,8 +147,7 @@ class HeadsOfAll(HeadsByRank):  # one process: the mean of the ranks' terms
     wraps = False
     world_size = 2
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings = self.encoder(features)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.loss(embeddings, labels) + self.pairs(embeddings, labels)
         parts = embeddings.chunk(self.world_size)
         for head, part in zip(self.heads, parts[1:], strict=False):

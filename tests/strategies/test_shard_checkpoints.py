@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,25 @@ def expected() -> dict[str, dict[str, Tensor]]:
     return {loss: fit_alone(partial(Plain, loss, "adam"), max_epochs=2) for loss in WEIGHTS}
 
 
+@pytest.fixture(scope="module")
+def halves(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Where so many ranks have saved one of two epochs, which each of them trains once; what is there stays as it is."""
+    root = tmp_path_factory.mktemp("halves")
+
+    def half(world_size: int, strategy: dict[str, Any], loss: str = "SubCenterArcFaceLoss") -> str:
+        path = root / f"{world_size}-{len(strategy)}-{loss}"
+        return str(path) if path.exists() else save_half(pool, world_size, path, loss, strategy=strategy)
+
+    return half
+
+
 @pytest.mark.parametrize("loss", WEIGHTS)
 @pytest.mark.parametrize("strategy", [{}, SHARDED], ids=["whole", "sharded"])
 @pytest.mark.parametrize("source", [1, 2, 3])
 def test_classes_of_several_rows_go_on_at_any_size(
-    pool: RankPool, tmp_path: Path, expected: dict[str, Any], source: int, strategy: dict[str, Any], loss: str
+    pool: RankPool, halves: Any, expected: dict[str, Any], source: int, strategy: dict[str, Any], loss: str
 ) -> None:
-    path = save_half(pool, source, tmp_path / "half", loss, strategy=strategy)
+    path = halves(source, strategy, loss)
     assert Path(path, METADATA).is_file() == bool(strategy)
     # by turns of the losses: each number of ranks to each, whole and sharded
     first = 1 + (source + list(WEIGHTS).index(loss)) % 2
@@ -87,9 +100,10 @@ def without_records(path: str) -> None:
 
 @pytest.mark.parametrize("strategy", [{}, SHARDED], ids=["whole", "sharded"])
 def test_a_checkpoint_without_records_loads(
-    pool: RankPool, tmp_path: Path, expected: dict[str, Any], strategy: dict[str, Any]
+    pool: RankPool, halves: Any, tmp_path: Path, expected: dict[str, Any], strategy: dict[str, Any]
 ) -> None:
-    path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
+    copy, path = shutil.copytree if strategy else shutil.copy, str(tmp_path / "half")
+    copy(halves(2, strategy), path)
     without_records(path)
     assert_close(go_on(pool, 3, path), expected["SubCenterArcFaceLoss"])
 
@@ -124,12 +138,11 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def two_folders(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def two_folders(pool: RankPool, halves: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Sharded checkpoints of two ranks after one epoch and after two."""
-    root = tmp_path_factory.mktemp("folders")
-    save_half(pool, 2, root / "one", strategy=SHARDED)
-    save_half(pool, 2, root / "two", strategy=SHARDED, max_epochs=2)
-    return root / "one", root / "two"
+    second = tmp_path_factory.mktemp("folders") / "two"
+    save_half(pool, 2, second, strategy=SHARDED, max_epochs=2)
+    return Path(halves(2, SHARDED)), second
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -150,9 +163,9 @@ class OtherRows(Sharded):  # as many weight rows, of other classes
 
 
 @pytest.mark.parametrize("strategy", [{}, SHARDED], ids=["whole", "sharded"])
-def test_as_many_rows_of_other_classes_are_refused(pool: RankPool, tmp_path: Path, strategy: dict[str, Any]) -> None:
-    path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
-    errors = pool.errors(2, fit_sharded, "", "adam", load=path, make=OtherRows, max_epochs=2)
+def test_as_many_rows_of_other_classes_are_refused(pool: RankPool, halves: Any, strategy: dict[str, Any]) -> None:
+    options = {"load": halves(2, strategy), "make": OtherRows, "max_epochs": 2}
+    errors = pool.errors(2, fit_sharded, "", "adam", **options)
     assert_same_error(errors, "loss.W", "15 classes of 1 weight rows", "5 classes of 3")
 
 

@@ -22,6 +22,7 @@ from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import Shards, process_groups, tag_shard
+from tests.fits import weights_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
 from tests.refusals import Refused, assert_same_error, refusals
@@ -196,7 +197,7 @@ def overflow() -> tuple[dict[str, Tensor], float]:
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     trainer = make_trainer(DDPLossStrategy(), plugins=[plugin], callbacks=[Overflow()])
     trainer.fit(module, loader())
-    return {name: value.clone() for name, value in module.state_dict().items()}, scaler.get_scale()
+    return weights_of(module), scaler.get_scale()
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
@@ -243,7 +244,7 @@ def averaged(epochs: int, load: str | None, save: str | None) -> dict[str, Tenso
     trainer.fit(module, loader(*((dist.get_world_size(), dist.get_rank()) if ranks else (1, 0))), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return weights_of(module)
 
 
 class SavesInBetween(WeightAveraging):  # saves while the average is kept with the weights

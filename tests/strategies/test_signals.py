@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import weights_of
 from tests.lightning_ranks import QUIET, RankEnvironment, make_trainer
 from tests.oracle import assert_close, batches
 from tests.strategies.jobs import TASK, Job, loader
@@ -46,8 +47,8 @@ class Signalled(Job):  # some ranks get the signal, each at another place of a s
         super().__init__()
         self.ranks = ranks
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(dropout(self.encoder(features), 0.2), labels)
+    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(dropout(embeddings, 0.2), labels)
 
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if index == AT and self.global_rank in self.ranks and self.global_rank % 2 == 0:
@@ -80,7 +81,7 @@ def train(module: Job, environment: Any, folder: str, path: str | None = None) -
     torch.manual_seed(5 + dist.get_rank())
     trainer.fit(module, rows(dist.get_world_size()), ckpt_path=path)
     assert not [callback for callback in trainer.callbacks if "interruptions" in type(callback).__module__]
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return weights_of(module)
 
 
 def fit_signalled(make: type[Signalled], ranks: tuple[int, ...], folder: str) -> dict[str, Tensor]:

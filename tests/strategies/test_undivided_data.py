@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import MeanSquare
 from tests.lightning_ranks import make_trainer
 from tests.refusals import assert_same_error
 
@@ -52,16 +52,8 @@ class Few(Whole):  # two rows that take turns: of so few nobody can say
         return iter(TABLE[:2].repeat_interleave(4, 0).repeat(3, 1))
 
 
-class Trains(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1).double()
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+class Trains(MeanSquare):
+    dtype_of_layer = torch.float64
 
 
 class Reads(Trains):

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentError, ArgumentParser
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -29,6 +28,7 @@ from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankError, RankPool
 from tests.doors import CommonEnds, UnevenEnds, as_combined, handshake, process_groups
+from tests.fits import Trained, listed
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
@@ -74,17 +74,15 @@ def stream(batches: Sequence[Any], workers: int = 0) -> DataLoader[Any]:
     return DataLoader(Stream(batches), batch_size=None, num_workers=workers)
 
 
-def listed(batches: Sequence[Any]) -> DataLoader[Any]:
-    return DataLoader(list(batches), batch_size=None)
-
-
 LOADERS: dict[str, Callable[[Sequence[Any]], Any]] = {"known": listed, "unknown": stream}
 
 
-class Rows(LightningModule):  # an encoder and a loss over all rows; notes what it sees
+class Rows(Trained):  # an encoder and a loss over all rows; notes what it sees
+    lr = 0.3
+    momentum = 0.9
+
     def __init__(self, loss: nn.Module | None = None) -> None:
         super().__init__()
-        torch.manual_seed(1)
         self.encoder = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
         self.loss = GlobalBatchLoss(nn.CrossEntropyLoss()) if loss is None else loss
         self.seen: list[list[int]] = []
@@ -102,9 +100,6 @@ class Rows(LightningModule):  # an encoder and a loss over all rows; notes what 
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.validated.append(len(self.seen))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
 
 
 def train(
