@@ -37,17 +37,16 @@ from tests.losses.harness import (
     DIM,
     SPLITS,
     Case,
-    alone,
     by_labels,
-    compare,
     fresh,
     global_rows,
     line_of_rows,
     on_ranks,
     own_rows,
+    truth_of,
 )
 from tests.losses.variants import Tempered
-from tests.oracle import Found, Place, graded, joined, parity, played
+from tests.oracle import Found, Place, assert_near, graded, joined, parity, played
 from tests.refusals import assert_same_error
 
 rows = line_of_rows
@@ -88,7 +87,7 @@ def test_a_rank_whose_rows_need_no_gradient_takes_part(pool: RankPool, name: str
     truth = graded(loss(torch.cat([embeddings[:5], embeddings[5:].detach()]), batch["labels"]), net=net, loss=loss)
     first, second = pool.run(2, a_frozen_rank, name, mode)
     assert set(second) == {"value"}
-    compare({n: t if n == "value" else t / 2 for n, t in first.items()}, truth)
+    assert_near({n: t if n == "value" else t / 2 for n, t in first.items()}, truth)
     assert first["value"] == second["value"]
 
 
@@ -123,7 +122,7 @@ def coefficients(place: Place, backward: str) -> Found:
 
 
 def test_coefficients_that_differ_are_exact_with_summed_gradients(pool: RankPool) -> None:
-    parity(pool, coefficients, PARTS, "sum", compare=compare)
+    parity(pool, coefficients, PARTS, "sum", compare=assert_near)
 
 
 def test_coefficients_that_differ_are_an_error_that_names_the_ranks(pool: RankPool) -> None:
@@ -202,8 +201,8 @@ def registered() -> dict[str, dict[str, Tensor]]:
 def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
     assert GlobalBatchLoss(OwnRows()).exact_modes() == ("replicated",)
     results = pool.run(2, registered)
-    compare(joined([r["rows"] for r in results]), alone(PML["ContrastiveLoss"]))
-    compare(joined([r["elements"] for r in results]), alone(PML["ArcFaceLoss"]))
+    assert_near(joined([r["rows"] for r in results]), truth_of(PML["ContrastiveLoss"]))
+    assert_near(joined([r["elements"] for r in results]), truth_of(PML["ArcFaceLoss"]))
 
 
 class OwnTiles(pml.ContrastiveLoss):
@@ -224,7 +223,7 @@ def registered_tiles() -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_declared_class_brings_its_own_tiles(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, registered_tiles)
-    compare(joined(results), alone(PML["ContrastiveLoss"]))
+    assert_near(joined(results), truth_of(PML["ContrastiveLoss"]))
 
 
 def test_tiles_that_are_none_are_refused() -> None:
@@ -264,7 +263,7 @@ def test_without_a_process_group_it_is_the_loss_itself(name: str) -> None:
     net, loss = fresh(PML[name])
     args, kwargs = by_labels(net, global_rows())
     assert not dist.is_initialized()
-    compare(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), alone(PML[name]))
+    assert_near(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), truth_of(PML[name]))
 
 
 def evaluated(name: str) -> tuple[float, bool]:
@@ -276,7 +275,7 @@ def evaluated(name: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SupConLoss", "NCALoss"])
 def test_without_gradient_it_gives_the_value(pool: RankPool, name: str) -> None:
-    truth = float(alone(PML[name])["value"])
+    truth = float(truth_of(PML[name])["value"])
     assert pool.run(2, evaluated, name) == [(pytest.approx(truth, rel=1e-9), False)] * 2
 
 

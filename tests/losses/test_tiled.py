@@ -38,9 +38,8 @@ from tests.doors import (
     tiles_of,
 )
 from tests.each_rank import each_rank
-from tests.losses import harness
 from tests.losses.cases import REDUCERS
-from tests.oracle import Found, Place, graded, joined, own, parity
+from tests.oracle import Found, Place, assert_near, graded, joined, own, parity
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -271,7 +270,7 @@ def in_parts(place: Place, case: tuple[str, str]) -> Found:
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {1, 2}))
 def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
     cases = itertools.product(BY_ROWS, ("", "references"))
-    parity(pool, in_parts, SPLITS[world_size], cases=cases, compare=harness.compare)
+    parity(pool, in_parts, SPLITS[world_size], cases=cases, compare=assert_near)
 
 
 def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
