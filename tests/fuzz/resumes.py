@@ -29,7 +29,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.doors import derived_seed
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
-from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded, zero_or
+from tests.fuzz.engine import Domain, Found, Place, Refused, guarded, zero_or
 from tests.fuzz.pml_losses import LOSSES, build
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES
@@ -212,43 +212,40 @@ def loader_of_leg(case: Case, leg: int) -> DataLoader[Any]:
 # ---------------------------------------------------------------------- one process
 
 
-def alone(case: Case) -> dict[str, Any]:
+def play(case: Case, place: Place) -> Found:
+    """One process that is never interrupted. Ranks play the legs of `Resumes`."""
     encoder, loss = make_encoder(case), make_plain_loss(case)
     optimizer = make_optimizer(case, [*encoder.parameters(), *loss.parameters()])
-    found: dict[str, Any] = {}
-    try:
-        for leg in range(len(case.legs)):
-            for step, (features, labels) in enumerate(batches_of_leg(case, leg)):
-                optimizer.zero_grad()
-                if case.sample_rate < 1:
-                    call = calls_before(case, leg) + step + 1
-                    value = sampled_step(case, leg, call, encoder, loss, optimizer, features, labels)
-                else:
-                    value = loss(encoder(features), labels)
-                    value.backward()
-                    # PML leaves a parameter out of a loss that is zero; on ranks it has a zero then
-                    for parameter in loss.parameters():
-                        parameter.grad = zero_or(parameter)
-                    optimizer.step()
-                if leg == len(case.legs) - 1:
-                    found[f"value step {step}"] = value.detach()
-    except NotDefined:
-        raise
-    except Exception as error:
-        raise NotDefined from error
-    if any(not tensor.isfinite().all() for tensor in (*found.values(), *encoder.state_dict().values())):
-        raise NotDefined
-    return {**found, **final_state(case, encoder, loss)}
+    values = []
+    for leg in range(len(case.legs)):
+        values = []
+        for step, (features, labels) in enumerate(batches_of_leg(case, leg)):
+            optimizer.zero_grad()
+            if case.sample_rate < 1:
+                call = calls_before(case, leg) + step + 1
+                value = sampled_step(case, leg, call, encoder, loss, optimizer, features, labels)
+            else:
+                value = loss(encoder(features), labels)
+                value.backward()
+                # PML leaves a parameter out of a loss that is zero; on ranks it has a zero then
+                for parameter in loss.parameters():
+                    parameter.grad = zero_or(parameter)
+                optimizer.step()
+            values.append(value.detach())
+    found: Any = numbers_of_all_ranks(values, encoder, None if case.is_sharded else loss)
+    if case.is_sharded:
+        (weight,) = loss.parameters()
+        shards = shards_of(case, weight, case.legs[-1].world_size)
+        found["rank weight"] = [shard.own_part(weight.detach()) for shard in shards]
+    return found
 
 
-def final_state(case: Case, encoder: nn.Module, loss: nn.Module) -> dict[str, Any]:
-    """Numbers that every rank must hold; of a divided weight, by rank."""
-    found: dict[str, Any] = {f"value encoder {name}": t.double() for name, t in encoder.state_dict().items()}
-    if not case.is_sharded:
-        return {**found, **{f"value loss {name}": t.double() for name, t in loss.state_dict().items()}}
-    (weight,) = loss.parameters()
-    shards = shards_of(case, weight, case.legs[-1].world_size)
-    found["rank weight"] = [shard.own_part(weight.detach()) for shard in shards]
+def numbers_of_all_ranks(values: list[Tensor], encoder: nn.Module, loss: nn.Module | None) -> Found:
+    """What every rank must hold: the values of the last leg, and states."""
+    found = {f"value step {step}": value for step, value in enumerate(values)}
+    found |= {f"value encoder {name}": tensor.double() for name, tensor in encoder.state_dict().items()}
+    if loss is not None:
+        found |= {f"value loss {name}": tensor.double() for name, tensor in loss.state_dict().items()}
     return found
 
 
@@ -343,14 +340,13 @@ class Job(LightningModule):
         return make_optimizer(self.case, list(self.parameters()))
 
     def results(self) -> Found:
-        """What `alone` finds."""
-        found = {f"value step {step}": value for step, value in enumerate(self.values)}
-        found.update({f"value encoder {name}": t.double() for name, t in self.encoder.state_dict().items()})
+        """What `play` finds."""
         if isinstance(self.loss, ClassShardedLoss):
-            return {**found, "rank weight": self.loss.weight.detach().clone()}
+            found = numbers_of_all_ranks(self.values, self.encoder, None)
+            return found | {"rank weight": self.loss.weight.detach().clone()}
         assert isinstance(self.loss, GlobalBatchLoss)
         # without the position of a memory, which the plain loss does not have
-        return {**found, **{f"value loss {name}": t.double() for name, t in self.loss.wrapped.state_dict().items()}}
+        return numbers_of_all_ranks(self.values, self.encoder, self.loss.wrapped)
 
 
 def fit_leg(leg: int, folder: str, case: Case) -> Found:
@@ -468,4 +464,4 @@ class Resumes(Domain):
         return [state["found"] for state in states]
 
 
-DOMAIN = Resumes("resumes", cases(), train_leg, alone)  # type: ignore[arg-type]
+DOMAIN = Resumes.of("resumes", cases(), play)
