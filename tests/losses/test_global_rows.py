@@ -9,17 +9,15 @@ import torch
 
 from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
-from tests.losses.rows_cases import CASES, ROWS, D
+from tests.losses.rows_cases import CASES, ROWS, WEIGHTED, D, case_of
 from tests.oracle import Found, Place, assert_near, parity
 
 
 def play(place: Place, name: str) -> Found:
-    formula, make = CASES[name]
+    weight = torch.randn(D, D, generator=torch.Generator().manual_seed(4)).double().requires_grad_()
+    formula, make = case_of(name, weight)
     torch.manual_seed(3)
-    tensors = make(sum(place.sizes))
-    weight = torch.randn(D, D).double().requires_grad_()
-    theirs = functools.partial(formula, weight)
-    found = place.evaluated(theirs, functools.partial(global_rows, theirs, name=name), *tensors)
+    found = place.evaluated(formula, functools.partial(global_rows, formula, name=name), *make(sum(place.sizes)))
     if weight.grad is not None:  # each rank has all of it
         found["value of the weight's gradient"] = weight.grad
     # what is no number in one process is none on ranks
@@ -28,4 +26,4 @@ def play(place: Place, name: str) -> Found:
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_one_process(pool: RankPool, rows: tuple[int, ...]) -> None:
-    parity(pool, play, rows, cases=CASES, compare=assert_near)
+    parity(pool, play, rows, cases=CASES | WEIGHTED, compare=assert_near)

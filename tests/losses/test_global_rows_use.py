@@ -78,9 +78,8 @@ def test_auto_is_as_it_was() -> None:
 def counted(rows: int) -> tuple[int, int, int]:
     """Collectives of a Dice forward and backward, and their bytes."""
     logits, target = torch.randn(rows, 3, 8, 8).double().requires_grad_(), torch.zeros(rows, 8, 8).long()
-    weight = torch.ones(2, 2).double()
     with CountCollectives() as collectives:
-        value = global_rows(lambda x, y: dice(weight, x, y), logits, target, name="dice")
+        value = global_rows(dice, logits, target, name="dice")
         forward = len(collectives.take())
         value.backward()
         return forward, len(collectives.take()), collectives.num_bytes
@@ -114,7 +113,7 @@ def test_vicreg_sends_sums_only() -> None:
     def exchanged(rows: int) -> tuple[int, int, int]:
         first, second = (torch.randn(rows, 4).double().requires_grad_() for _ in range(2))
         with CountCollectives() as collectives:
-            value = global_rows(lambda a, b: vicreg(torch.ones(1), a, b), first, second, name="vicreg")
+            value = global_rows(vicreg, first, second, name="vicreg")
             forward = len(collectives.take())
             value.backward()
             return forward, len(collectives.take()), collectives.num_bytes

@@ -14,8 +14,7 @@ from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import Exchanged, RowsCall, evaluation
 from tests.each_rank import each_rank
-from tests.losses import rows_cases
-from tests.losses.rows_cases import D
+from tests.losses.rows_cases import CASES, D
 
 ROWS = 300  # of each rank
 FORMULAS = ("dice", "jaccard", "flops", "vicreg", "barlow", "barlow of torch", "mean entropy", "coral")
@@ -41,9 +40,8 @@ class LargestMemory(TorchDispatchMode):
 
 def largest(name: str, mode: Any) -> float:
     """Numbers of the largest memory of a step, for each row of this rank and number of a row."""
-    formula, make = rows_cases.CASES[name]
-    weight = torch.eye(D).double()
-    loss = GlobalBatchLoss(lambda *rows: formula(weight, *rows), mode=mode, name=name)
+    formula, make = CASES[name]
+    loss = GlobalBatchLoss(formula, mode=mode, name=name)
     torch.manual_seed(0)
     given = [each.requires_grad_(each.is_floating_point()) for each in make(ROWS)]
     loss(*given).backward()
@@ -61,8 +59,8 @@ def test_no_tensor_of_the_rows_of_all_ranks() -> None:
 
 def exchanged(name: str) -> list[Exchanged]:
     """The exchanges of a step, forward and backward."""
-    formula, make = rows_cases.CASES[name]
-    weight, made = torch.eye(D).double(), []
+    formula, make = CASES[name]
+    made = []
 
     def remember(*args: Any) -> RowsCall:
         made.append(RowsCall(*args))
@@ -70,7 +68,7 @@ def exchanged(name: str) -> list[Exchanged]:
 
     given = [each.requires_grad_(each.is_floating_point()) for each in make(ROWS)]
     with mock.patch.object(evaluation, "RowsCall", remember):
-        GlobalBatchLoss(lambda *rows: formula(weight, *rows), name=name)(*given).backward()
+        GlobalBatchLoss(formula, name=name)(*given).backward()
     return made[0].exchanged
 
 
