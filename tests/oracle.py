@@ -59,16 +59,20 @@ class Encoder(nn.Sequential):
         super().__init__(nn.Linear(task.features, 8), nn.Tanh(), nn.Linear(8, task.dim))
 
 
+def normal(*shape: int, seed: int | torch.Generator) -> Tensor:
+    """Normal numbers in float64, the same in every process: of a seed, or the next ones of a generator."""
+    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def batches(task: Task) -> list[Batch]:
     """The global batches (features [G, F] float64, labels [G])."""
     generator = torch.Generator().manual_seed(1000 + task.seed)
-    return [
-        (
-            torch.randn(task.rows, task.features, generator=generator, dtype=torch.float64),
-            torch.randint(task.classes, (task.rows,), generator=generator),
-        )
-        for _ in range(task.steps)
-    ]
+    found = []
+    for _ in range(task.steps):
+        features = normal(task.rows, task.features, seed=generator)
+        found.append((features, torch.randint(task.classes, (task.rows,), generator=generator)))
+    return found
 
 
 def cuts(rows: int, world_size: int, *, even: bool = True) -> list[slice]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss, differentiable, global_mean, ssl, synced
 from tests.fuzz.engine import Domain, Found, NotDefined, Place
+from tests.oracle import normal
 
 WIDTH = 3
 
@@ -161,8 +162,7 @@ FUNCTIONS = ("mean", "moments", "koleo")
 
 def rows_of(case: Case, call: Call) -> Tensor:
     """The rows of all ranks, of a size of their own for each call."""
-    generator = torch.Generator().manual_seed(case.seed * 10 + call.number)
-    rows = torch.randn(sum(case.ranks), call.columns, generator=generator, dtype=torch.float64)
+    rows = normal(sum(case.ranks), call.columns, seed=case.seed * 10 + call.number)
     return rows * (1 + call.number)
 
 

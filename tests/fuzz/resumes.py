@@ -32,7 +32,7 @@ from tests.fuzz.data import options
 from tests.fuzz.engine import Domain, Found, Place, Refused, guarded, zero_or
 from tests.fuzz.pml_losses import LOSSES, build
 from tests.lightning_ranks import make_trainer
-from tests.oracle import CLASS_LOSSES
+from tests.oracle import CLASS_LOSSES, normal
 
 FEATURES, DIM = 3, 4
 SEED = 5  # of the samplers
@@ -172,7 +172,7 @@ def make_optimizer(case: Case, parameters: Sequence[nn.Parameter]) -> torch.opti
 def data_set(case: Case) -> tuple[Tensor, Tensor]:
     """All rows of a training whose batches a sampler makes."""
     generator = torch.Generator().manual_seed(case.seed)
-    features = torch.randn(11, FEATURES, generator=generator, dtype=torch.float64)
+    features = normal(11, FEATURES, seed=generator)
     return features, torch.randint(case.classes, (11,), generator=generator)
 
 
@@ -180,7 +180,7 @@ def drawn_batch(case: Case, leg: int, step: int) -> tuple[Tensor, Tensor]:
     """The rows of all ranks of a step whose cut is drawn."""
     rows = sum(case.legs[leg].steps[step])
     generator = torch.Generator().manual_seed(case.seed * 100 + leg * 10 + step)
-    features = torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64)
+    features = normal(rows, FEATURES, seed=generator)
     return features, torch.randint(case.classes, (rows,), generator=generator)
 
 

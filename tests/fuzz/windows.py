@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
 from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
+from tests.oracle import normal
 
 FEATURES, CLASSES = 3, 4
 FUNCTIONS = {
@@ -144,8 +145,7 @@ class Net(nn.Module):
 
 
 def rows_of(case: Case, micro_batch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(case.seed * 10 + micro_batch)
-    return torch.randn(sum(case.sizes[micro_batch]), FEATURES, generator=generator, dtype=torch.float64)
+    return normal(sum(case.sizes[micro_batch]), FEATURES, seed=case.seed * 10 + micro_batch)
 
 
 def labels_of(rows: Tensor) -> Tensor:

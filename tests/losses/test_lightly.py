@@ -16,7 +16,7 @@ from torch.nn import functional
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.losses.lightly_paths import paths_of_lightly
-from tests.oracle import assert_close, graded, joined, own
+from tests.oracle import assert_close, graded, joined, normal, own
 from tests.ssl.test_ssl import naive_barlow, naive_vicreg
 
 ROWS, FEATURES = 40, 6
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Any, str, bool]] = {
 
 
 def views() -> list[Tensor]:
-    return [*torch.randn(2, ROWS, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
+    return [*normal(2, ROWS, FEATURES, seed=1)]
 
 
 def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> list[dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.harness import DIM, SPLITS, TASK, own_rows
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import Encoder, Found, Place, assert_close, assert_near, own, parity
+from tests.oracle import Encoder, Found, Place, assert_close, assert_near, normal, own, parity
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -87,8 +87,8 @@ class Towers(nn.Module):
 def further(case: Case) -> tuple[Tensor | None, Tensor | None]:
     """Features of further texts of all ranks; a queue of embeddings."""
     generator = torch.Generator().manual_seed(4)
-    extra = torch.randn(5, TASK.features, generator=generator, dtype=torch.float64)
-    queue = torch.randn(3, DIM, generator=generator, dtype=torch.float64)
+    extra = normal(5, TASK.features, seed=generator)
+    queue = normal(3, DIM, seed=generator)
     return extra if case.extra else None, queue if case.queue else None
 
 

@@ -22,7 +22,7 @@ from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.cases import both_views
 from tests.losses.harness import SPLITS, Case, check, on_ranks, splits_by_turns
-from tests.oracle import Found, Place, assert_near, graded, joined, own, parity
+from tests.oracle import Found, Place, assert_near, graded, joined, normal, own, parity
 from tests.slow_parameters import slow_parameters
 
 TEMPERATURE = 0.5
@@ -73,7 +73,7 @@ def test_tiles_evaluate_what_they_evaluate_with_labels() -> None:
 
 
 def views(rows: int) -> tuple[Tensor, Tensor]:
-    first, second = torch.randn(2, rows, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    first, second = normal(2, rows, 8, seed=3)
     return first, second
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.losses.lightly_paths import paths_of_lightly
-from tests.oracle import Found, Place, parity
+from tests.oracle import Found, Place, normal, parity
 from tests.refusals import refusals
 
 SAMPLES, FEATURES, VIEWS = 12, 4, 3
@@ -67,11 +67,11 @@ class LeJEPALoss(nn.Module):
 
 def views_of_batch() -> Tensor:
     """(views, samples, features)."""
-    return torch.randn(VIEWS, SAMPLES, FEATURES, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return normal(VIEWS, SAMPLES, FEATURES, seed=4)
 
 
 def prototypes() -> Tensor:
-    return torch.randn(5, FEATURES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return normal(5, FEATURES, seed=2)
 
 
 LABELS = torch.arange(SAMPLES) % 4

@@ -16,7 +16,7 @@ from lightning_ddp_losses import ssl
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.oracle import Found, Place, own, parity
+from tests.oracle import Found, Place, normal, own, parity
 from tests.refusals import refusals
 
 FEATURES, OUTPUTS = 4, 6
@@ -30,7 +30,7 @@ def encoder() -> nn.Module:
 
 def views() -> Tensor:
     """(2, 16, F): two views of all rows."""
-    return torch.randn(2, 16, FEATURES, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return normal(2, 16, FEATURES, seed=5)
 
 
 # ---------------------------------------------------------------------- naive formulas of one process
