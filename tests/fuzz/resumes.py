@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.fuzz.data import options
 from tests.fuzz.engine import Domain, Found, Place, Refused, guarded, zero_or
 from tests.fuzz.pml_losses import LOSSES, build
 from tests.lightning_ranks import make_trainer
+from tests.losses.sharded_cases import step_rows
 from tests.oracle import CLASS_LOSSES, normal
 
 FEATURES, DIM = 3, 4
@@ -294,23 +295,8 @@ def sampled_step(
     part = {name: weight.index_select(shard.dim, columns)}
     value: Tensor = torch.func.functional_call(fewer, part, (encoder(features), places))
     value.backward()
-    # the step, taken back where no class was drawn
-    before = {"weight": weight.detach().clone(), **tensors_like(optimizer.state.get(weight, {}), weight)}
-    optimizer.step()
-    is_resting = torch.ones(weight.shape[shard.dim], dtype=torch.bool)
-    is_resting[columns] = False
-    resting = is_resting.nonzero().squeeze(1)
-    after = {"weight": weight.detach(), **tensors_like(optimizer.state[weight], weight, copied=False)}
-    for key, tensor in after.items():
-        rows = before.get(key, torch.zeros_like(tensor)).index_select(shard.dim, resting)
-        tensor.index_copy_(shard.dim, resting, rows)
+    step_rows(optimizer, weight, columns, shard.dim)
     return value
-
-
-def tensors_like(state: Mapping[str, Any], weight: Tensor, *, copied: bool = True) -> dict[str, Tensor]:
-    """State with one number per number of the weight."""
-    found = {key: t for key, t in state.items() if isinstance(t, Tensor) and t.shape == weight.shape}
-    return {key: t.clone() for key, t in found.items()} if copied else found
 
 
 # ---------------------------------------------------------------------- on ranks
