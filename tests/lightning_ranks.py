@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from lightning_ddp_losses.testing import RankEnvironment
+from tests.oracle import own
 
 # one epoch: no logger, no checkpoints, no bars, no summary
 QUIET: dict[str, Any] = {
@@ -30,6 +33,19 @@ def make_trainer(strategy: str | Strategy, **options: Any) -> Trainer:
     options = QUIET | {"barebones": False} | options
     plugins = [RankEnvironment(), *options.pop("plugins", [])]
     return Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins, **options)
+
+
+def fitted(
+    module: LightningModule, strategy: str, data: Any, sizes: Sequence[int], **options: Any
+) -> dict[str, Tensor]:
+    """Weights after a fit on one batch, of all ranks or in one process; `data` has a row for each row of the batch."""
+    if dist.is_initialized():
+        trainer = make_trainer(strategy, **options)
+        data = Subset(data, range(len(data))[own(sizes)])
+    else:
+        trainer = Trainer(accelerator="cpu", devices=1, **(QUIET | options))
+    trainer.fit(module, DataLoader(data, batch_size=len(data)))
+    return {name: value.detach() for name, value in module.named_parameters()}
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_ddp_losses.testing import RankPool
 
 Batch = tuple[Tensor, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 Found = dict[str, Tensor]
 # of pytorch-metric-learning: a loss for each row by itself, from a weight of one row (or several) a class
 CLASS_LOSSES = [
@@ -59,16 +59,20 @@ class Encoder(nn.Sequential):
         super().__init__(nn.Linear(task.features, 8), nn.Tanh(), nn.Linear(8, task.dim))
 
 
+def normal(*shape: int, seed: int | torch.Generator) -> Tensor:
+    """Normal numbers in float64, the same in every process: of a seed, or the next ones of a generator."""
+    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def batches(task: Task) -> list[Batch]:
     """The global batches (features [G, F] float64, labels [G])."""
     generator = torch.Generator().manual_seed(1000 + task.seed)
-    return [
-        (
-            torch.randn(task.rows, task.features, generator=generator, dtype=torch.float64),
-            torch.randint(task.classes, (task.rows,), generator=generator),
-        )
-        for _ in range(task.steps)
-    ]
+    found = []
+    for _ in range(task.steps):
+        features = normal(task.rows, task.features, seed=generator)
+        found.append((features, torch.randint(task.classes, (task.rows,), generator=generator)))
+    return found
 
 
 def cuts(rows: int, world_size: int, *, even: bool = True) -> list[slice]:
@@ -194,6 +198,19 @@ def assert_close(ours: Mapping[str, Tensor], oracle: Mapping[str, Tensor], rtol:
     assert not lines, "\n".join(lines)
 
 
+def assert_near(ours: Mapping[str, Tensor], oracle: Mapping[str, Tensor], rtol: float = 1e-9) -> None:
+    """As `assert_close`. What one process lacks, or has as a zero but for rounding, ours has as such a zero, or not at all."""
+    __tracebackhide__ = True
+    # a gradient that is zero but for rounding (a bias before a difference) has no direction to compare
+    floor = 1e-12 * max([float(t.norm()) for name, t in oracle.items() if name != "value"])
+    small = {name for name, t in oracle.items() if name != "value" and t.norm() < floor}
+    small |= set(ours) - set(oracle)
+    large = [name for name in small & set(ours) if ours[name].norm() > floor]
+    assert not large, f"should vanish: {large}"
+    ours, oracle = ({name: t for name, t in side.items() if name not in small} for side in (ours, oracle))
+    assert_close(ours, oracle, rtol)
+
+
 def problem(what: str, check: Callable[..., object], *args: object) -> list[str]:
     """In a list, what a check says is wrong, if anything is."""
     try:
@@ -245,6 +262,20 @@ class Place:
     def ddp(self, module: nn.Module) -> nn.Module:
         """The module, on a rank in torch's `DistributedDataParallel`."""
         return module if self.alone else DistributedDataParallel(module)
+
+    def evaluated(self, theirs: Loss, ours: Loss, *tensors: Tensor, **sources: Tensor | nn.Module) -> Found:
+        """Value and gradients of a function of rows: `ours` on a rank, `theirs` in one process.
+
+        Args:
+            theirs: From the rows to a scalar.
+            ours: Likewise.
+            *tensors: Of all ranks. The gradients of floating ones are compared, as those of "rows 0", "rows 1", ...
+            **sources: As in `graded`.
+        """
+        given = []
+        for number, tensor in enumerate(tensors):
+            given.append(self.leaf(str(number), tensor) if tensor.is_floating_point() else self.own(tensor))
+        return self.graded((theirs if self.alone else ours)(*given), **sources)
 
     def graded(self, value: Tensor, **sources: Tensor | nn.Module) -> Found:
         """Run backward; as `graded`, with the gradients of leaves as DDP's mean leaves them in an encoder."""

@@ -19,7 +19,7 @@ from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_wi
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
 from tests.doors import process_groups
-from tests.oracle import assert_close
+from tests.oracle import assert_close, normal
 from tests.refusals import assert_same_error
 
 ROWS, DIM, CLASSES = 4, 6, 5
@@ -29,7 +29,7 @@ Make = Callable[[], Callable[[Tensor, Tensor], Tensor]]
 def rows_of(seed: int, world: int) -> tuple[Tensor, Tensor]:
     """A global batch (W x 4 rows) and its labels."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(world * ROWS, DIM, generator=generator, dtype=torch.float64)
+    rows = normal(world * ROWS, DIM, seed=generator)
     return rows, torch.randint(CLASSES, (world * ROWS,), generator=generator)
 
 
@@ -146,7 +146,7 @@ def test_a_second_backward_is_exact_on_all_ranks(pool: RankPool, kind: str) -> N
     assert_close({str(r): t for r, t in enumerate(twice)}, {str(r): 2 * t for r, t in enumerate(once)}, 1e-12)
 
 
-def alone_then_forward(kind: str) -> None:
+def one_rank_differentiates(kind: str) -> None:
     """Rank 0 back-propagates; the others go on to the next forward."""
     loss, x, labels = of_a_rank(kind)
     value = loss(x, labels)
@@ -157,17 +157,17 @@ def alone_then_forward(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EXCHANGING)
 def test_a_backward_of_one_rank_meets_the_others_next_forward(pool: RankPool, kind: str) -> None:
-    errors = pool.errors(3, alone_then_forward, kind)
+    errors = pool.errors(3, one_rank_differentiates, kind)
     assert_same_error(errors, "rank 0: backward of ", kind="RankMismatchError")
 
 
 @pytest.mark.parametrize("kind", SILENT)
 def test_a_backward_of_one_rank_that_exchanges_nothing_is_seen_in_the_next_forward(pool: RankPool, kind: str) -> None:
-    errors = pool.errors(3, alone_then_forward, kind)
+    errors = pool.errors(3, one_rank_differentiates, kind)
     assert_same_error(errors, "coefficient of the last backward", "rank 1: ", kind="RankMismatchError")
 
 
-def alone_for_good(seconds: float) -> None:
+def one_rank_differentiates_for_good(seconds: float) -> None:
     """Rank 0 back-propagates; the other never comes. Raises on both, since their group is broken for the next test."""
     process_groups.set_timeout(timedelta(seconds=seconds))
     loss, x, labels = of_a_rank("rows")
@@ -182,7 +182,7 @@ def alone_for_good(seconds: float) -> None:
 
 
 def test_a_backward_that_no_other_rank_comes_to_is_named(pool: RankPool) -> None:
-    first, second = pool.errors(2, alone_for_good, 1.0, fresh=True)
+    first, second = pool.errors(2, one_rank_differentiates_for_good, 1.0, fresh=True)
     assert second.type == "InterruptedError"
     assert first.type == "PeerError"
     # where a strategy has started the world, it is said which rank was silent

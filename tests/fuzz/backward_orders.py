@@ -50,13 +50,13 @@ def towers() -> Term:
     def on_ranks(x: Tensor, labels: Tensor) -> Tensor:
         return ClipLoss().double()(x, x.flip(1) * 2)
 
-    def alone(x: Tensor, labels: Tensor) -> Tensor:
+    def naive(x: Tensor, labels: Tensor) -> Tensor:
         a, b = nn.functional.normalize(x), nn.functional.normalize(x.flip(1) * 2)
         logits = a @ b.T * torch.tensor(1 / 0.07).log().double().exp()  # it is kept in float32 first
         target = torch.arange(len(x))
         return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
 
-    return on_ranks, alone
+    return on_ranks, naive
 
 
 TERMS: dict[str, Callable[[], Term]] = {

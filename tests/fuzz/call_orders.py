@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchmetrics as tm
 from hypothesis import strategies as st
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss, differentiable, global_mean, ssl, synced
-from tests.fuzz.engine import Domain, Found, NotDefined
+from tests.fuzz.engine import Domain, Found, NotDefined, Place
+from tests.oracle import normal
 
 WIDTH = 3
 
@@ -162,31 +162,26 @@ FUNCTIONS = ("mean", "moments", "koleo")
 
 def rows_of(case: Case, call: Call) -> Tensor:
     """The rows of all ranks, of a size of their own for each call."""
-    generator = torch.Generator().manual_seed(case.seed * 10 + call.number)
-    rows = torch.randn(sum(case.ranks), call.columns, generator=generator, dtype=torch.float64)
+    rows = normal(sum(case.ranks), call.columns, seed=case.seed * 10 + call.number)
     return rows * (1 + call.number)
 
 
-def on_rank(case: Case) -> Found:
-    rank = dist.get_rank()
-    players = [KINDS[call.kind][0](call) for call in case.calls]
-    found = {}
-    for place in case.orders[rank]:
-        rows = rows_of(case, case.calls[place]).split(list(case.ranks))[rank]
-        found[f"value {place}"] = players[place](rows).detach()
-    return found
-
-
-def alone(case: Case) -> dict[str, Any]:
+def is_ambiguous(case: Case) -> bool:
     orders = [[case.calls[place] for place in order] for order in case.orders]
     identities = [[call.identity for call in order] for order in orders]
-    is_ambiguous = any(order != orders[0] for order in orders) and all(each == identities[0] for each in identities)
-    if is_ambiguous:
+    return any(order != orders[0] for order in orders) and all(each == identities[0] for each in identities)
+
+
+def play(case: Case, place: Place) -> Found:
+    if place.alone and is_ambiguous(case):
         raise NotDefined
+    kinds = [KINDS[call.kind] for call in case.calls]
+    players = [naive if place.alone else make(call) for (make, naive), call in zip(kinds, case.calls, strict=True)]
     found = {}
-    for place, call in enumerate(case.calls):
-        found[f"value {place}"] = KINDS[call.kind][1](rows_of(case, call)).detach()
+    for number in case.orders[place.rank or 0]:
+        rows = rows_of(case, case.calls[number])[place.part]
+        found[f"value {number}"] = players[number](rows).detach()
     return found
 
 
-DOMAIN = Domain("call orders", cases(), on_rank, alone)
+DOMAIN = Domain.of("call orders", cases(), play)

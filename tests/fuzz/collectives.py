@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
-from tests.fuzz.engine import Domain, Found
+from tests.fuzz.engine import Domain, Found, Place, zero_or
 
 KINDS = {
     "float64": torch.float64,
@@ -82,46 +81,45 @@ def needs_grad(case: Case, rank: int) -> bool:
     return KINDS[case.kind].is_floating_point and rank != case.without_grad
 
 
-def alone(case: Case) -> dict[str, Any]:
-    inputs = [t.double().requires_grad_() if t.dtype.is_floating_point else t for t in tensors(case)]
-    world = len(inputs)
-    if case.what == "gather":
-        outputs = [torch.cat(inputs)] * world
-    elif case.what == "reduce":
-        outputs = [torch.stack(inputs).sum(0)] * world
-    else:
-        outputs = list(torch.stack(inputs).sum(0).split(list(case.ranks)))
-    found: dict[str, Any] = {"rank out": [as_real(t.detach()) for t in outputs]}
-    if any(needs_grad(case, rank) for rank in range(world)):
-        sum((o * weights(case, o.shape, rank)).sum() for rank, o in enumerate(outputs)).backward()
-        found["rank grad"] = [
-            (t.grad if t.grad is not None and needs_grad(case, rank) else torch.zeros(t.shape))
-            for rank, t in enumerate(inputs)
-        ]
-    return found
-
-
 def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = tensors(case)[rank]
-    if case.strided and own.ndim > 0:
-        own = torch.stack([own, own], -1)[..., 1]
-    own.requires_grad_(needs_grad(case, rank))
+def of_all_ranks(case: Case, inputs: list[Tensor]) -> list[Tensor]:
+    """What each rank gets."""
     if case.what == "gather":
-        out = all_gather_with_grad(own, backward=case.backward)
-    elif case.what == "reduce":
-        out = all_reduce_with_grad(own, backward=case.backward)
+        return [torch.cat(inputs)] * len(inputs)
+    total = torch.stack(inputs).sum(0)
+    return [total] * len(inputs) if case.what == "reduce" else list(total.split(list(case.ranks)))
+
+
+def exchanged(case: Case, own: Tensor, rank: int) -> Tensor:
+    if case.what == "gather":
+        return all_gather_with_grad(own, backward=case.backward)
+    if case.what == "reduce":
+        return all_reduce_with_grad(own, backward=case.backward)
+    return reduce_scatter_with_grad(own, case.ranks[rank])
+
+
+def play(case: Case, place: Place) -> Found:
+    """With its own tensor on a rank; with those of all ranks, in float64, in one process."""
+    inputs, ranks = tensors(case), list(range(len(case.ranks)))
+    if place.alone:
+        inputs = [as_real(each) if each.is_floating_point() else each for each in inputs]
     else:
-        out = reduce_scatter_with_grad(own, case.ranks[rank])
-    found = {"rank out": as_real(out.detach())}
-    if any(needs_grad(case, each) for each in range(world)):
-        (out.double() * weights(case, out.shape, rank)).sum().backward()
-        found["rank grad"] = torch.zeros(own.shape) if own.grad is None else own.grad.double()
-    return found
+        ranks = [place.rank]
+        inputs = [inputs[place.rank]]
+        if case.strided and inputs[0].ndim > 0:
+            inputs = [torch.stack([inputs[0]] * 2, -1)[..., 1]]
+    for rank, each in zip(ranks, inputs, strict=True):
+        each.requires_grad_(needs_grad(case, rank))
+    outputs = of_all_ranks(case, inputs) if place.alone else [exchanged(case, inputs[0], place.rank)]
+    found = {"rank out": [as_real(each.detach()) for each in outputs]}
+    if any(needs_grad(case, rank) for rank in range(len(case.ranks))):
+        parts = zip(ranks, outputs, strict=True)
+        torch.stack([(out.double() * weights(case, out.shape, rank)).sum() for rank, out in parts]).sum().backward()
+        found["rank grad"] = [zero_or(each).double() for each in inputs]
+    return found if place.alone else {name: of_rank for name, (of_rank,) in found.items()}
 
 
-DOMAIN = Domain("collectives", cases(), on_rank, alone)
+DOMAIN = Domain.of("collectives", cases(), play)

@@ -10,6 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.oracle import normal
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LAYOUTS = ["plain", "plain", "plain", "transposed", "strided", "offset", "columns", "expanded"]
 MAX_RANKS = 4
@@ -77,7 +79,7 @@ def global_rows(rows: Rows, dtype: torch.dtype, views: int = 1) -> dict[str, Ten
     generator = torch.Generator().manual_seed(rows.seed)
     found: dict[str, Tensor] = {}
     for view in range(views):
-        features = torch.randn(total, rows.dim, generator=generator, dtype=torch.float64) * rows.scale
+        features = normal(total, rows.dim, seed=generator) * rows.scale
         for copy in range(min(rows.duplicates, total - 1)):
             features[copy + 1] = features[0]
         if rows.layout == "expanded":

@@ -17,13 +17,14 @@ from torchmetrics import classification, regression
 
 from lightning_ddp_losses import DifferentiableMetric, differentiable
 from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
+from tests.oracle import normal
 
 Batch = tuple[Tensor, Tensor]
 
 
 def pair(g: torch.Generator, rows: int) -> Batch:
-    target = torch.randn(rows, generator=g, dtype=torch.float64)
-    return target + 0.5 * torch.randn(rows, generator=g, dtype=torch.float64), target
+    target = normal(rows, seed=g)
+    return target + 0.5 * normal(rows, seed=g), target
 
 
 def positive(g: torch.Generator, rows: int) -> Batch:
@@ -32,12 +33,12 @@ def positive(g: torch.Generator, rows: int) -> Batch:
 
 
 def wide(g: torch.Generator, rows: int) -> Batch:
-    target = torch.randn(rows, 3, generator=g, dtype=torch.float64)
-    return target + 0.5 * torch.randn(rows, 3, generator=g, dtype=torch.float64), target
+    target = normal(rows, 3, seed=g)
+    return target + 0.5 * normal(rows, 3, seed=g), target
 
 
 def scores(g: torch.Generator, rows: int) -> Batch:
-    return torch.randn(rows, 4, generator=g, dtype=torch.float64), torch.randint(4, (rows,), generator=g)
+    return normal(rows, 4, seed=g), torch.randint(4, (rows,), generator=g)
 
 
 METRICS: dict[str, tuple[Callable[[], torchmetrics.Metric], Callable[[torch.Generator, int], Batch]]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from lightning_ddp_losses.testing import RankPool
 from tests.doors import derived_seed
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
-from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded, zero_or
+from tests.fuzz.engine import Domain, Found, Place, Refused, guarded, zero_or
 from tests.fuzz.pml_losses import LOSSES, build
 from tests.lightning_ranks import make_trainer
-from tests.oracle import CLASS_LOSSES
+from tests.losses.sharded_cases import step_rows
+from tests.oracle import CLASS_LOSSES, normal
 
 FEATURES, DIM = 3, 4
 SEED = 5  # of the samplers
@@ -172,7 +173,7 @@ def make_optimizer(case: Case, parameters: Sequence[nn.Parameter]) -> torch.opti
 def data_set(case: Case) -> tuple[Tensor, Tensor]:
     """All rows of a training whose batches a sampler makes."""
     generator = torch.Generator().manual_seed(case.seed)
-    features = torch.randn(11, FEATURES, generator=generator, dtype=torch.float64)
+    features = normal(11, FEATURES, seed=generator)
     return features, torch.randint(case.classes, (11,), generator=generator)
 
 
@@ -180,7 +181,7 @@ def drawn_batch(case: Case, leg: int, step: int) -> tuple[Tensor, Tensor]:
     """The rows of all ranks of a step whose cut is drawn."""
     rows = sum(case.legs[leg].steps[step])
     generator = torch.Generator().manual_seed(case.seed * 100 + leg * 10 + step)
-    features = torch.randn(rows, FEATURES, generator=generator, dtype=torch.float64)
+    features = normal(rows, FEATURES, seed=generator)
     return features, torch.randint(case.classes, (rows,), generator=generator)
 
 
@@ -212,43 +213,40 @@ def loader_of_leg(case: Case, leg: int) -> DataLoader[Any]:
 # ---------------------------------------------------------------------- one process
 
 
-def alone(case: Case) -> dict[str, Any]:
+def play(case: Case, place: Place) -> Found:
+    """One process that is never interrupted. Ranks play the legs of `Resumes`."""
     encoder, loss = make_encoder(case), make_plain_loss(case)
     optimizer = make_optimizer(case, [*encoder.parameters(), *loss.parameters()])
-    found: dict[str, Any] = {}
-    try:
-        for leg in range(len(case.legs)):
-            for step, (features, labels) in enumerate(batches_of_leg(case, leg)):
-                optimizer.zero_grad()
-                if case.sample_rate < 1:
-                    call = calls_before(case, leg) + step + 1
-                    value = sampled_step(case, leg, call, encoder, loss, optimizer, features, labels)
-                else:
-                    value = loss(encoder(features), labels)
-                    value.backward()
-                    # PML leaves a parameter out of a loss that is zero; on ranks it has a zero then
-                    for parameter in loss.parameters():
-                        parameter.grad = zero_or(parameter)
-                    optimizer.step()
-                if leg == len(case.legs) - 1:
-                    found[f"value step {step}"] = value.detach()
-    except NotDefined:
-        raise
-    except Exception as error:
-        raise NotDefined from error
-    if any(not tensor.isfinite().all() for tensor in (*found.values(), *encoder.state_dict().values())):
-        raise NotDefined
-    return {**found, **final_state(case, encoder, loss)}
+    values = []
+    for leg in range(len(case.legs)):
+        values = []
+        for step, (features, labels) in enumerate(batches_of_leg(case, leg)):
+            optimizer.zero_grad()
+            if case.sample_rate < 1:
+                call = calls_before(case, leg) + step + 1
+                value = sampled_step(case, leg, call, encoder, loss, optimizer, features, labels)
+            else:
+                value = loss(encoder(features), labels)
+                value.backward()
+                # PML leaves a parameter out of a loss that is zero; on ranks it has a zero then
+                for parameter in loss.parameters():
+                    parameter.grad = zero_or(parameter)
+                optimizer.step()
+            values.append(value.detach())
+    found: Any = numbers_of_all_ranks(values, encoder, None if case.is_sharded else loss)
+    if case.is_sharded:
+        (weight,) = loss.parameters()
+        shards = shards_of(case, weight, case.legs[-1].world_size)
+        found["rank weight"] = [shard.own_part(weight.detach()) for shard in shards]
+    return found
 
 
-def final_state(case: Case, encoder: nn.Module, loss: nn.Module) -> dict[str, Any]:
-    """Numbers that every rank must hold; of a divided weight, by rank."""
-    found: dict[str, Any] = {f"value encoder {name}": t.double() for name, t in encoder.state_dict().items()}
-    if not case.is_sharded:
-        return {**found, **{f"value loss {name}": t.double() for name, t in loss.state_dict().items()}}
-    (weight,) = loss.parameters()
-    shards = shards_of(case, weight, case.legs[-1].world_size)
-    found["rank weight"] = [shard.own_part(weight.detach()) for shard in shards]
+def numbers_of_all_ranks(values: list[Tensor], encoder: nn.Module, loss: nn.Module | None) -> Found:
+    """What every rank must hold: the values of the last leg, and states."""
+    found = {f"value step {step}": value for step, value in enumerate(values)}
+    found |= {f"value encoder {name}": tensor.double() for name, tensor in encoder.state_dict().items()}
+    if loss is not None:
+        found |= {f"value loss {name}": tensor.double() for name, tensor in loss.state_dict().items()}
     return found
 
 
@@ -297,23 +295,8 @@ def sampled_step(
     part = {name: weight.index_select(shard.dim, columns)}
     value: Tensor = torch.func.functional_call(fewer, part, (encoder(features), places))
     value.backward()
-    # the step, taken back where no class was drawn
-    before = {"weight": weight.detach().clone(), **tensors_like(optimizer.state.get(weight, {}), weight)}
-    optimizer.step()
-    is_resting = torch.ones(weight.shape[shard.dim], dtype=torch.bool)
-    is_resting[columns] = False
-    resting = is_resting.nonzero().squeeze(1)
-    after = {"weight": weight.detach(), **tensors_like(optimizer.state[weight], weight, copied=False)}
-    for key, tensor in after.items():
-        rows = before.get(key, torch.zeros_like(tensor)).index_select(shard.dim, resting)
-        tensor.index_copy_(shard.dim, resting, rows)
+    step_rows(optimizer, weight, columns, shard.dim)
     return value
-
-
-def tensors_like(state: Mapping[str, Any], weight: Tensor, *, copied: bool = True) -> dict[str, Tensor]:
-    """State with one number per number of the weight."""
-    found = {key: t for key, t in state.items() if isinstance(t, Tensor) and t.shape == weight.shape}
-    return {key: t.clone() for key, t in found.items()} if copied else found
 
 
 # ---------------------------------------------------------------------- on ranks
@@ -343,14 +326,13 @@ class Job(LightningModule):
         return make_optimizer(self.case, list(self.parameters()))
 
     def results(self) -> Found:
-        """What `alone` finds."""
-        found = {f"value step {step}": value for step, value in enumerate(self.values)}
-        found.update({f"value encoder {name}": t.double() for name, t in self.encoder.state_dict().items()})
+        """What `play` finds."""
         if isinstance(self.loss, ClassShardedLoss):
-            return {**found, "rank weight": self.loss.weight.detach().clone()}
+            found = numbers_of_all_ranks(self.values, self.encoder, None)
+            return found | {"rank weight": self.loss.weight.detach().clone()}
         assert isinstance(self.loss, GlobalBatchLoss)
         # without the position of a memory, which the plain loss does not have
-        return {**found, **{f"value loss {name}": t.double() for name, t in self.loss.wrapped.state_dict().items()}}
+        return numbers_of_all_ranks(self.values, self.encoder, self.loss.wrapped)
 
 
 def fit_leg(leg: int, folder: str, case: Case) -> Found:
@@ -468,4 +450,4 @@ class Resumes(Domain):
         return [state["found"] for state in states]
 
 
-DOMAIN = Resumes("resumes", cases(), train_leg, alone)  # type: ignore[arg-type]
+DOMAIN = Resumes.of("resumes", cases(), play)

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_ddp_losses import GlobalBatchSampler
-from tests.fuzz.engine import Domain, Found, NotDefined
+from tests.fuzz.engine import Domain, Found, NotDefined, Place
 
 KINDS = ["sequential", "random", "replacement", "weighted", "subset", "shuffles itself", "m per class"]
 
@@ -92,23 +91,38 @@ def inner(case: Case) -> Any:
     }[case.kind]()
 
 
-def alone(case: Case) -> dict[str, Any]:
-    """One process draws with the plain sampler; the union of the ranks' k-th batches is its k-th."""
-    world = len(case.ranks)
-    size = case.local * world
-    batches = []
+def drawn_alone(case: Case) -> list[list[list[int]]]:
+    """Batches of each epoch, of the plain sampler."""
+    found = []
     for epoch in range(case.first_epoch, case.first_epoch + case.epochs):
         # as Lightning's `seed_everything`
         torch.manual_seed(case.seed + epoch)
         random.seed(case.seed + epoch)
         numpy.random.seed(case.seed + epoch)
-        try:
-            batches.append(list(BatchSampler(inner(case), size, case.drop_last)))
-        except AssertionError as error:  # pytorch-metric-learning: too few rows for its classes
-            raise NotDefined from error
-    if any(len(batch) < world for epoch in batches for batch in epoch):
+        # an error of pytorch-metric-learning's: too few rows for its classes
+        found.append(list(BatchSampler(inner(case), case.local * len(case.ranks), case.drop_last)))
+    if any(len(batch) < len(case.ranks) for epoch in found for batch in epoch):
         raise NotDefined  # too few rows for all ranks
-    return {f"sum {epoch}": counts(case, drawn) for epoch, drawn in enumerate(batches)}
+    return found
+
+
+def drawn_on_rank(case: Case, rank: int) -> list[list[list[int]]]:
+    torch.manual_seed(999 + rank)
+    options: Any = {"drop_last": case.drop_last, "seed": case.seed}
+    if case.form == "indices":
+        sampler: Any = GlobalBatchSampler(inner(case), case.local, **options)
+        batches: Any = BatchSampler(sampler, case.local, drop_last=False)
+    else:
+        batches = sampler = GlobalBatchSampler.batches(inner(case), case.local * len(case.ranks), **options)
+    found = []
+    for epoch in range(case.first_epoch, case.first_epoch + case.epochs):
+        if case.sets_epoch:
+            sampler.set_epoch(epoch)
+        if case.broken_off:
+            next(iter(batches), None)
+            sampler.set_epoch(epoch)
+        found.append([list(batch) for batch in batches])
+    return found
 
 
 def counts(case: Case, batches: list[list[int]]) -> Tensor:
@@ -120,25 +134,10 @@ def counts(case: Case, batches: list[list[int]]) -> Tensor:
     return found
 
 
-def on_rank(case: Case) -> Found:
-    world = dist.get_world_size()
-    torch.manual_seed(999 + dist.get_rank())
-    if case.form == "indices":
-        sampler: Any = GlobalBatchSampler(inner(case), case.local, drop_last=case.drop_last, seed=case.seed)
-        batches: Any = BatchSampler(sampler, case.local, drop_last=False)
-    else:
-        batches = sampler = GlobalBatchSampler.batches(
-            inner(case), case.local * world, drop_last=case.drop_last, seed=case.seed
-        )
-    found = {}
-    for epoch in range(case.epochs):
-        if case.sets_epoch:
-            sampler.set_epoch(case.first_epoch + epoch)
-        if case.broken_off:
-            next(iter(batches), None)
-            sampler.set_epoch(case.first_epoch + epoch)
-        found[f"sum {epoch}"] = counts(case, [list(batch) for batch in batches])
-    return found
+def play(case: Case, place: Place) -> Found:
+    """The union of the ranks' k-th batches is the k-th of one process."""
+    epochs = drawn_alone(case) if place.alone else drawn_on_rank(case, place.rank)
+    return {f"sum {epoch}": counts(case, batches) for epoch, batches in enumerate(epochs)}
 
 
-DOMAIN = Domain("samplers", cases(), on_rank, alone)
+DOMAIN = Domain.of("samplers", cases(), play)

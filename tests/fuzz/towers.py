@@ -18,6 +18,7 @@ from lightning_ddp_losses import ClipLoss, SigLipLoss
 from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, cut, lay_out, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, leaf, zero_or
+from tests.oracle import normal
 
 # whose number it is, and what the caller hands over of a parameter of its own
 GIVEN = ["plain number", "constant", "parameter", "result", "one element"]
@@ -91,8 +92,8 @@ def further(case: Case) -> tuple[Tensor, Tensor]:
     """Extra texts of all ranks, and a queue that all ranks hold."""
     generator = torch.Generator().manual_seed(case.rows.seed + 1)
     dtype = DTYPES[case.dtype]
-    extra = torch.randn(sum(case.extra), case.rows.dim, generator=generator, dtype=torch.float64).to(dtype)
-    return extra, torch.randn(case.queue, case.rows.dim, generator=generator, dtype=torch.float64).to(dtype)
+    extra = normal(sum(case.extra), case.rows.dim, seed=generator).to(dtype)
+    return extra, normal(case.queue, case.rows.dim, seed=generator).to(dtype)
 
 
 def roots(case: Case) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
-from tests.fuzz.engine import Domain, Found, NotDefined, zero_or
+from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
+from tests.oracle import normal
 
 FEATURES, CLASSES = 3, 4
 FUNCTIONS = {
@@ -144,8 +145,7 @@ class Net(nn.Module):
 
 
 def rows_of(case: Case, micro_batch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(case.seed * 10 + micro_batch)
-    return torch.randn(sum(case.sizes[micro_batch]), FEATURES, generator=generator, dtype=torch.float64)
+    return normal(sum(case.sizes[micro_batch]), FEATURES, seed=case.seed * 10 + micro_batch)
 
 
 def labels_of(rows: Tensor) -> Tensor:
@@ -160,12 +160,13 @@ def weight_of(term: Term, micro_batch: int) -> float:
     return term.weights[micro_batch % len(term.weights)]
 
 
-def on_rank(case: Case) -> Found:
-    rank, net, other = dist.get_rank(), Net(case.seed), nn.Linear(5, CLASSES).double()
+def window_of_a_rank(case: Case, net: Net, rank: int) -> None:
+    """Open a window and do in it what the case says."""
+    other = nn.Linear(5, CLASSES).double()
     if case.is_sharded:
         for module in (net.layers, net.head, net):
             fully_shard(module)
-    own = [rows_of(case, i).split(list(case.sizes[i]))[rank] for i in range(len(case.sizes))]
+    own = [rows_of(case, i).split(list(sizes))[rank] for i, sizes in enumerate(case.sizes)]
     if case.fault == "exception":
         # a window that ends so leaves nothing behind
         with contextlib.suppress(ArithmeticError), accumulation_window(net, *net.losses) as window:
@@ -175,12 +176,6 @@ def on_rank(case: Case) -> Found:
     with accumulation_window(net, micro_batches=case.estimate, counts=counts_of(case, own, rank)) as window:
         scaler = None if case.scale is None else torch.amp.GradScaler("cpu", init_scale=case.scale)
         run_window(case, window, net, other, own, scaler)
-    found = {}
-    for name, parameter in net.named_parameters():
-        grad = zero_or(parameter)
-        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        found[name] = whole / (case.scale if case.scale is not None and case.seed % 2 else 1.0)
-    return found
 
 
 def counts_of(case: Case, own: list[Tensor], rank: int) -> Any:
@@ -251,9 +246,8 @@ def back_propagate(case: Case, net: Net, value: Tensor, scaler: Any, *, is_first
 NEVER = 1e6  # no gradient: only an error is right
 
 
-def alone(case: Case) -> dict[str, Any]:
-    """One process on all rows that are back-propagated, where each weight is that of the first micro-batch that counts."""
-    net = Net(case.seed)
+def window_of_one_process(case: Case, net: Net) -> None:
+    """All rows that are back-propagated, where each weight is the weight of the first micro-batch that counts."""
     world = len(case.ranks)
     counted = sorted((i, rank) for rank in range(world) for i in case.counted(rank))
     if case.counts == "by name" and any(i == case.hidden for i, _ in counted):
@@ -276,17 +270,30 @@ def alone(case: Case) -> dict[str, Any]:
         value = (torch.exp(-net.scale) * value + net.scale * len(counted) / len(case.sizes) / world).sum()
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
-    found = {name: zero_or(p) for name, p in net.named_parameters()}
-    last = world - 1
     is_broken = (
         case.counts == "wrong"
         or (case.fault == "clipped" and counted)
         or (case.fault == "zero_grad" and any(i == 0 for i, _ in counted))
-        or (case.fault == "failed" and (0, last) in counted)
+        or (case.fault == "failed" and (0, world - 1) in counted)
     )
     if is_broken:
-        return {name: torch.full_like(grad, NEVER) for name, grad in found.items()}
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, NEVER)
+
+
+def play(case: Case, place: Place) -> Found:
+    net, scale = Net(case.seed), 1.0
+    if place.alone:
+        window_of_one_process(case, net)
+    else:
+        window_of_a_rank(case, net, place.rank)
+        if case.scale is not None and case.seed % 2:
+            scale = case.scale
+    found = {}
+    for name, parameter in net.named_parameters():
+        grad = zero_or(parameter)
+        found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad) / scale
     return found
 
 
-DOMAIN = Domain("windows", cases(), on_rank, alone)
+DOMAIN = Domain.of("windows", cases(), play)

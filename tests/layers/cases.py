@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.oracle import normal
+
 CHANNELS, STEPS = 3, 2
 SPLITS: dict[int, list[list[int]]] = {  # rows of each rank
     1: [[5]],
@@ -98,7 +100,7 @@ def inputs(case: Case, rows: Sequence[int], step: int) -> list[list[Tensor]]:
         mine = []
         for rank, n in enumerate(rows):
             size = tuple(s + rank for s in case.size) if case.uneven_size else case.size
-            x = torch.randn(n, CHANNELS, *size, generator=generator, dtype=torch.float64)
+            x = normal(n, CHANNELS, *size, seed=generator)
             mine.append(case.layout((x * 2 + rank).clone()))  # ranks differ in mean
         feeds.append(mine)
     return feeds

@@ -16,7 +16,7 @@ from lightning_ddp_losses.layers import batch_norms
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.oracle import assert_close
+from tests.oracle import assert_close, normal
 
 GROUPS: dict[str, tuple[int, Any, list[list[int]]]] = {  # world, options, who normalises together
     "size 1": (2, lambda: {"group_size": 1}, [[0], [1]]),
@@ -33,7 +33,7 @@ def own_group(parts: list[list[int]]) -> Any:
 
 
 def rows_of(rank: int) -> Tensor:
-    return torch.randn(2 + rank, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) + rank
+    return normal(2 + rank, 3, seed=rank) + rank
 
 
 def in_its_group(case: str) -> dict[str, Tensor]:

@@ -9,6 +9,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.losses.rows_cases import (
+    barlow,
+    concordance,
+    cosent,
+    dice,
+    focal,
+    iic,
+    log_det,
+    mean_entropy,
+    moe_balance,
+    nt_xent,
+    pearson,
+    picked,
+    tversky,
+    vicreg,
+)
+from tests.losses.rows_cases import numbers as two_numbers
+
 C = 4
 RIGHT, COUNTS, WRONG, UNKNOWN = "right", "right for equal counts only", "wrong", "cannot tell"
 PATH = "right on this path only"
@@ -92,17 +110,8 @@ def moment(x: Tensor) -> Tensor:
     return (x.T @ x / x.shape[0] * target).sum()
 
 
-def picked(x: Tensor, y: Tensor) -> Tensor:
-    return -x.log_softmax(1)[torch.arange(x.shape[0]), y].mean()
-
-
 def gathered(x: Tensor, y: Tensor) -> Tensor:
     return -x.log_softmax(1).gather(1, y[:, None]).mean()
-
-
-def focal(x: Tensor, y: Tensor) -> Tensor:
-    log_p = F.cross_entropy(x, y, reduction="none")
-    return ((1 - (-log_p).exp()) ** 2 * log_p).mean()
 
 
 def one_hot_mse(x: Tensor, y: Tensor) -> Tensor:
@@ -218,74 +227,10 @@ def flops(x: Tensor) -> Tensor:
     return (mean**2).sum()
 
 
-def batch_dice(x: Tensor, y: Tensor) -> Tensor:
-    p = x.softmax(1)
-    truth = F.one_hot(y, C).permute(0, 3, 1, 2)
-    both = (p * truth).sum((0, 2, 3))
-    return 1 - (2 * both / (p + truth).sum((0, 2, 3))).mean()
-
-
-def tversky(x: Tensor, y: Tensor) -> Tensor:
-    p = x.softmax(1)[:, 1]
-    truth = (y == 1).to(p.dtype)
-    hits = (p * truth).sum()
-    wrong = (p * (1 - truth)).sum() + ((1 - p) * truth).sum()
-    return 1 - (hits + 1) / (hits + 0.5 * wrong + 1)
-
-
-def vicreg_std(x: Tensor) -> Tensor:
-    centred = x - x.mean(0)
-    return torch.relu(1 - (centred.var(0) + 1e-4).sqrt()).mean()
-
-
-def barlow(a: Tensor, b: Tensor) -> Tensor:
-    first = (a - a.mean(0)) / a.std(0)
-    second = (b - b.mean(0)) / b.std(0)
-    correlation = first.T @ second / a.shape[0]
-    return (correlation - torch.eye(C, dtype=a.dtype)).square().sum()
-
-
-def concordance(a: Tensor, b: Tensor) -> Tensor:
-    covariance = ((a - a.mean(0)) * (b - b.mean(0))).mean(0)
-    return 1 - (2 * covariance / (a.var(0) + b.var(0))).mean()
-
-
-def mean_entropy(x: Tensor) -> Tensor:
-    p = x.softmax(1).mean(0)
-    return (p * p.log()).sum()
-
-
-def balance(x: Tensor) -> Tensor:
-    p = x.softmax(1)
-    hard = F.one_hot(p.argmax(1), C).to(p.dtype)
-    return C * (hard.mean(0) * p.mean(0)).sum()
-
-
-def iic(a: Tensor, b: Tensor) -> Tensor:
-    joint = a.softmax(1).T @ b.softmax(1) / a.shape[0]
-    return (joint * joint.log()).sum()
-
-
-def log_det(x: Tensor) -> Tensor:
-    covariance = x.T @ x / x.shape[0] + torch.eye(C, dtype=x.dtype)
-    return -torch.logdet(covariance)
-
-
 def sigreg(x: Tensor) -> Tensor:
     points = torch.linspace(-2, 2, 5, dtype=x.dtype)
     phase = x[:, :1] * points
     return ((phase.cos().mean(0) - (-points.square() / 2).exp()) ** 2).mean()
-
-
-def nt_xent(a: Tensor, b: Tensor) -> Tensor:
-    similarity = F.normalize(a) @ F.normalize(b).T
-    return F.cross_entropy(similarity, torch.arange(a.shape[0]))
-
-
-def cosent(a: Tensor, b: Tensor) -> Tensor:
-    scores = F.cosine_similarity(a, b)
-    differences = scores[:, None] - scores[None, :]
-    return torch.logsumexp(differences.flatten(), 0)
 
 
 def cox(x: Tensor) -> Tensor:
@@ -296,11 +241,6 @@ def cox(x: Tensor) -> Tensor:
 def koleo(x: Tensor) -> Tensor:
     distances = torch.cdist(x, x) + 10 * torch.eye(x.shape[0], dtype=x.dtype)
     return -distances.amin(1).log().mean()
-
-
-def pearson(a: Tensor, b: Tensor) -> Tensor:
-    a, b = a[:, 0], b[:, 0]
-    return -(a * b).sum() / (a.norm() * b.norm())
 
 
 def batch_norm(a: Tensor, b: Tensor) -> Tensor:
@@ -495,21 +435,21 @@ CASES = [
     _function(maximum, one, WRONG, "x.amax(0)"),
     _function(square_of_count, one, WRONG, "x.shape[0] ** 2"),
     _function(flops, one, WRONG, "(mean**2)"),
-    _function(batch_dice, images, WRONG, "2 * both /"),
-    _function(tversky, images, WRONG, "hits"),
-    _function(vicreg_std, one, WRONG, "x - x.mean(0)"),
-    _function(barlow, two, WRONG, "(a - a.mean(0))"),
-    _function(concordance, two, WRONG, "(a - a.mean(0))"),
-    _function(mean_entropy, one, WRONG, "p.log()"),
-    _function(balance, one, WRONG, "hard.mean(0) * p.mean(0)"),
-    _function(iic, two, WRONG, "joint.log()"),
-    _function(log_det, one, WRONG, "logdet"),
+    Case("batch_dice", dice, images, WRONG, "(2 * overlap + 1)"),
+    _function(tversky, images, WRONG, "hit"),
+    Case("vicreg_std", vicreg, two, WRONG, "z - z.mean(0)"),
+    _function(barlow, two, WRONG, "(x - x.mean(0))"),
+    _function(concordance, two_numbers, WRONG, "x.var()"),
+    _function(mean_entropy, classes, WRONG, "mean.log()"),
+    Case("balance", moe_balance, classes, WRONG, "chosen * p.mean(0)"),
+    _function(iic, two, WRONG, "joint / joint.sum()"),
+    _function(log_det, two, WRONG, "logdet"),
     _function(sigreg, one, WRONG, "** 2"),
-    _function(nt_xent, two, WRONG, "@ F.normalize(b).T"),
-    _function(cosent, two, WRONG, "scores[:, None] - scores[None, :]"),
+    _function(nt_xent, two, WRONG, "z @ z.T"),
+    _function(cosent, two_numbers, WRONG, "score[:, None] - score[None, :]"),
     _function(cox, one, WRONG, "argsort"),
     _function(koleo, one, WRONG, "cdist"),
-    _function(pearson, two, WRONG, "a.norm()"),
+    _function(pearson, two_numbers, WRONG, "x - x.mean()"),
     _function(batch_norm, two, WRONG, "F.batch_norm"),
     _function(centred_by_detached, one, WRONG, "x - centre"),
     _function(other_divisor, one, WRONG, "x.shape[0] - 1"),

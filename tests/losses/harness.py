@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from tests.doors import process_groups
-from tests.oracle import Encoder, Found, Place, Task, assert_close, joined, own, problem
+from tests.oracle import Encoder, Found, Place, Task, assert_near, joined, own, problem
 
 ROWS, DIM, CLASSES = 12, 6, 4
 TASK = Task(rows=ROWS, features=5, dim=DIM, classes=CLASSES)
@@ -130,20 +130,15 @@ def play(place: Place, case: Case, mode: str = "auto", **options: Any) -> Found:
     return found
 
 
-def alone(case: Case, sizes: Sequence[int] = (ROWS,)) -> Found:
-    """Value and gradients in one process."""
-    return play(Place(sizes), case)
-
-
 # with the case, which keeps its place in memory
-_truths: dict[tuple[Any, ...], tuple[Case, dict[str, Tensor]]] = {}
+_truths: dict[tuple[Any, ...], tuple[Case, Found]] = {}
 
 
-def truth_of(case: Case, sizes: list[int]) -> dict[str, Tensor]:
-    """As `alone`, once for a case; where its arguments follow the rows per rank, for each number of them."""
+def truth_of(case: Case, sizes: Sequence[int] = (ROWS,)) -> Found:
+    """Value and gradients in one process, once for a case; where its arguments follow the rows per rank, for each number of them."""
     key = (id(case), case.give_alone and tuple(sizes))
     if key not in _truths:
-        _truths[key] = case, alone(case, sizes)
+        _truths[key] = case, play(Place(sizes), case)
     return _truths[key][1]
 
 
@@ -158,23 +153,10 @@ def on_ranks(case: Case, sizes: list[int], mode: str, **options: Any) -> Found:
     return play(Place(sizes, process_groups.rank(options.get("group"))), case, mode, **options)
 
 
-def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], rtol: float = 1e-9) -> None:
-    """Assert that value and gradients agree; what one process has not, ours must have as zeros or not at all."""
-    __tracebackhide__ = True
-    # a gradient that is zero but for rounding (a bias before a difference) has no direction to compare
-    floor = 1e-12 * max([float(t.norm()) for name, t in truth.items() if name != "value"])
-    small = {name for name, t in truth.items() if name != "value" and t.norm() < floor}
-    small |= set(ours) - set(truth)
-    large = [name for name in small & set(ours) if ours[name].norm() > floor]
-    assert not large, f"should vanish: {large}"
-    ours, truth = ({name: t for name, t in side.items() if name not in small} for side in (ours, truth))
-    assert_close(ours, truth, rtol)
-
-
 def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], splits: Mapping[str, list[int]]) -> None:
     """Compare what ranks found (each by "split, mode") with one process; `splits`: rows per rank."""
     problems = []
     for key in results[0]:
         truth = truth_of(case, splits[key.split(", ")[0]])
-        problems += problem(key, lambda key=key, truth=truth: compare(joined([each[key] for each in results]), truth))
+        problems += problem(key, assert_near, joined([each[key] for each in results]), truth)
     assert not problems, "\n".join(problems)

@@ -1,9 +1,9 @@
-"""Formulas of one process, by name: torch's losses, and those of public code written anew. Each is called with a plain weight and rows."""
+"""Formulas of one process, by name: torch's losses, and those of public code written anew. Each is called with rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -60,47 +60,47 @@ def signs(rows: int) -> list[Tensor]:
 
 
 def _parts(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return logits.softmax(1), F.one_hot(target, 3).permute(0, 3, 1, 2).to(logits.dtype)
+    return logits.softmax(1), F.one_hot(target, logits.shape[1]).permute(0, 3, 1, 2).to(logits.dtype)
 
 
-def dice(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def dice(logits: Tensor, target: Tensor) -> Tensor:
     p, t = _parts(logits, target)
     overlap, size = (p * t).sum((0, 2, 3)), (p + t).sum((0, 2, 3))
     return 1 - ((2 * overlap + 1) / (size + 1)).mean()
 
 
-def dice_of_numpy_style(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def dice_of_numpy_style(logits: Tensor, target: Tensor) -> Tensor:
     p, t = _parts(logits, target)
     p, t = p.reshape(len(p), 3, -1), t.reshape(len(t), 3, -1)
     return 1 - (2 * (p * t).sum(axis=(0, 2)) / (p.square() + t).sum(axis=(0, 2)).clamp_min(1e-6)).mean()
 
 
-def jaccard(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def jaccard(logits: Tensor, target: Tensor) -> Tensor:
     p, t = _parts(logits, target)
     overlap = torch.sum(p * t, dim=(0, 2, 3))
     return (1 - (overlap + 1) / (torch.sum(p + t, dim=(0, 2, 3)) - overlap + 1)).mean()
 
 
-def tversky(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def tversky(logits: Tensor, target: Tensor) -> Tensor:
     p, t = _parts(logits, target)
     hit = (p * t).sum()
     return (1 - (hit + 1) / (hit + 0.3 * (p * (1 - t)).sum() + 0.7 * ((1 - p) * t).sum() + 1)) ** 0.75
 
 
-def focal(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def focal(logits: Tensor, target: Tensor) -> Tensor:
     log_p = F.log_softmax(logits, dim=1)
     chosen = log_p.gather(1, target.unsqueeze(1)).squeeze(1)
     return (-((1 - chosen.exp()) ** 2) * chosen).mean()
 
 
-def correlation(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def correlation(logits: Tensor, target: Tensor) -> Tensor:
     """Matthews."""
     p, t = logits[:, 0].sigmoid().reshape(-1), (target == 0).reshape(-1).double()
     tp, fp, fn, tn = (p * t).sum(), (p * (1 - t)).sum(), ((1 - p) * t).sum(), ((1 - p) * (1 - t)).sum()
     return 1 - (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn) + 1).sqrt()
 
 
-def lovasz(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def lovasz(logits: Tensor, target: Tensor) -> Tensor:
     """Over all pixels of the batch: they are sorted."""
     errors = (1 - logits[:, 0] * ((target == 0).double() * 2 - 1)).reshape(-1)
     order = torch.sort(errors, descending=True)
@@ -111,14 +111,14 @@ def lovasz(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     return (F.relu(order.values) * grown).sum()
 
 
-def masked_dice(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def masked_dice(logits: Tensor, target: Tensor) -> Tensor:
     wanted = target != 2
     p, t = logits[:, 0].sigmoid()[wanted], (target == 0)[wanted].double()
     return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
 
 
-def log_cosh_dice(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    return torch.log(torch.cosh(dice(w, logits, target)))
+def log_cosh_dice(logits: Tensor, target: Tensor) -> Tensor:
+    return torch.log(torch.cosh(dice(logits, target)))
 
 
 # ---------------------------------------------------------------------- self-supervised
@@ -128,12 +128,12 @@ def batch_norm(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
 
 
-def barlow(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def barlow(a: Tensor, b: Tensor) -> Tensor:
     c = batch_norm(a).T @ batch_norm(b) / a.shape[0]
     return (c.diagonal() - 1).pow(2).sum() + 0.005 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
 
 
-def vicreg(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def vicreg(a: Tensor, b: Tensor) -> Tensor:
     value = F.mse_loss(a, b)
     for z in (a, b):
         z = z - z.mean(0)
@@ -152,11 +152,11 @@ def sigreg(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (error * bell).sum(-1).mean() * len(a)
 
 
-def flops(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def flops(a: Tensor, b: Tensor) -> Tensor:
     return (a.relu().log1p().abs().mean(0) ** 2).sum()
 
 
-def iic(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def iic(a: Tensor, b: Tensor) -> Tensor:
     joint = (a.softmax(1).unsqueeze(2) * b.softmax(1).unsqueeze(1)).sum(dim=0)
     joint = (joint + joint.t()) / 2
     joint = joint / joint.sum()
@@ -164,30 +164,30 @@ def iic(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return -(joint * (joint.log() - rows.log() - columns.log())).sum()
 
 
-def log_det(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def log_det(a: Tensor, b: Tensor) -> Tensor:
     return -torch.logdet(torch.eye(D).double() + D / len(a) * a.T @ a)
 
 
-def coding_rate(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def coding_rate(a: Tensor, b: Tensor) -> Tensor:
     return -torch.logdet(torch.eye(D).double() + torch.einsum("nd,ne->de", a, b).square())
 
 
-def concordance(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def concordance(x: Tensor, y: Tensor) -> Tensor:
     mx, my = x.mean(), y.mean()
     return 1 - 2 * ((x - mx) * (y - my)).mean() / (x.var() + y.var() + (mx - my) ** 2 + 1e-3)
 
 
-def pearson(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def pearson(x: Tensor, y: Tensor) -> Tensor:
     x, y = x - x.mean(), y - y.mean()
     return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-3)
 
 
-def cox(w: Tensor, risk: Tensor, time: Tensor) -> Tensor:
+def cox(risk: Tensor, time: Tensor) -> Tensor:
     at_risk = time.unsqueeze(0) >= time.unsqueeze(1)
     return -(risk - (risk.unsqueeze(0).expand(len(risk), -1).masked_fill(~at_risk, -1e9)).logsumexp(1)).mean()
 
 
-def cosent(w: Tensor, score: Tensor, wanted: Tensor) -> Tensor:
+def cosent(score: Tensor, wanted: Tensor) -> Tensor:
     score = score * 2
     difference = score[:, None] - score[None, :]
     is_pair = wanted[:, None] < wanted[None, :]
@@ -195,37 +195,37 @@ def cosent(w: Tensor, score: Tensor, wanted: Tensor) -> Tensor:
     return torch.logsumexp(torch.cat([torch.zeros(1).to(difference), difference]), dim=0)
 
 
-def moe_balance(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def moe_balance(logits: Tensor, target: Tensor) -> Tensor:
     p = logits.softmax(-1)
     chosen = F.one_hot(p.argmax(-1), D).to(p.dtype).mean(0)
     return D * (chosen * p.mean(0)).sum()
 
 
-def moe_top_2(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def moe_top_2(logits: Tensor, target: Tensor) -> Tensor:
     p = logits.softmax(-1)
     _, chosen = torch.topk(p, 2, dim=-1)
     share = torch.zeros_like(p).scatter(1, chosen, 1.0).mean(dim=0)
     return D * (share * p.mean(dim=0)).sum() + 1e-2 * torch.logsumexp(logits, dim=-1).square().mean()
 
 
-def importance(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def importance(logits: Tensor, target: Tensor) -> Tensor:
     load = logits.softmax(1).sum(0)
     return load.var() / (load.mean() ** 2 + 1e-10)
 
 
-def mean_entropy(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+def mean_entropy(logits: Tensor, target: Tensor) -> Tensor:
     p = logits.softmax(1)
     mean = p.mean(0)
     return (mean * mean.log()).sum() - (p * p.log()).sum(1).mean()
 
 
-def dino(w: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+def dino(student: Tensor, teacher: Tensor) -> Tensor:
     centre = teacher.detach().mean(0, keepdim=True)
     wanted = F.softmax((teacher.detach() - centre) / 0.1, dim=-1)
     return torch.sum(-wanted * F.log_softmax(student / 0.2, dim=-1), dim=-1).mean()
 
 
-def sinkhorn(w: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+def sinkhorn(student: Tensor, teacher: Tensor) -> Tensor:
     with torch.no_grad():
         q = (teacher / 0.5).exp().t()
         q = q / q.sum()
@@ -236,7 +236,7 @@ def sinkhorn(w: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
     return -(q * F.log_softmax(student, 1)).sum(1).mean()
 
 
-def hard_negatives(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def hard_negatives(a: Tensor, b: Tensor) -> Tensor:
     a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
     similar = a @ b.T / 0.5
     is_pair = torch.eye(len(a)).bool()
@@ -246,7 +246,7 @@ def hard_negatives(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return -(positive - (positive.exp() + (weights * negatives.exp()).sum(1) * len(a)).log()).mean()
 
 
-def info_nce(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def info_nce(a: Tensor, b: Tensor) -> Tensor:
     logits = F.normalize(a) @ F.normalize(b).t() / 0.1
     target = torch.arange(len(a))
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
@@ -260,7 +260,7 @@ def of_columns(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return every + F.cross_entropy(columns, ignored) + F.cross_entropy(columns, target, reduction="sum")
 
 
-def nt_xent(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def nt_xent(a: Tensor, b: Tensor) -> Tensor:
     z = F.normalize(torch.cat([a, b]), dim=1)
     similar = z @ z.T / 0.5
     similar = similar.masked_fill(torch.eye(len(z)).bool(), -1e9)
@@ -268,33 +268,33 @@ def nt_xent(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.cross_entropy(similar, torch.cat([torch.arange(n) + n, torch.arange(n)]))
 
 
-def uniformity(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def uniformity(a: Tensor, b: Tensor) -> Tensor:
     a = F.normalize(a)
     return (a - F.normalize(b)).norm(dim=1).pow(2).mean() + torch.cdist(a, a).pow(2).mul(-2).exp().mean().log()
 
 
-def decorrelation(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def decorrelation(a: Tensor, b: Tensor) -> Tensor:
     a = batch_norm(a)
     c = torch.mm(a.t(), a).div(len(a))
     off = c.flatten()[:-1].view(D - 1, D + 1)[:, 1:]
     return off.pow(2).sum() + (c.diagonal() - 1).pow(2).sum()
 
 
-def koleo(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def koleo(a: Tensor, b: Tensor) -> Tensor:
     a = F.normalize(a, eps=1e-8, p=2, dim=-1)
     products = torch.mm(a, a.t())
     nearest = products.masked_fill(torch.eye(len(a)).bool(), -1).argmax(dim=1)
     return -torch.log(F.pairwise_distance(a, a[nearest] + 0.1) + 1e-8).mean()
 
 
-def mmd(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def mmd(a: Tensor, b: Tensor) -> Tensor:
     def kernel(x: Tensor, y: Tensor) -> Tensor:
         return (-((x[:, None] - y[None]) ** 2).sum(-1)).exp().mean()
 
     return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b)
 
 
-def coral(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def coral(a: Tensor, b: Tensor) -> Tensor:
     def covariance(x: Tensor) -> Tensor:
         x = x - x.mean(dim=0, keepdim=True)
         return x.transpose(0, 1) @ x / max(len(x) - 1, 1)
@@ -306,13 +306,13 @@ def centres(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (x - w[y]).square().sum(1).mean() + F.embedding(y, w).mean(0).square().sum()
 
 
-def batch_centres(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def batch_centres(x: Tensor, y: Tensor) -> Tensor:
     total = torch.zeros(D, D).double().index_add(0, y, x)
     means = total / torch.bincount(y, minlength=D).clamp(min=1).unsqueeze(1)
     return (x - means[y]).square().sum(1).mean() - means.var(0).sum()
 
 
-def picked(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def picked(x: Tensor, y: Tensor) -> Tensor:
     return -x.log_softmax(1)[torch.arange(len(x)), y].mean()
 
 
@@ -338,7 +338,7 @@ def shortened_table(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (F.embedding(y, (w * 10).detach(), max_norm=2.0) * x).sum() + (x @ w).sum()
 
 
-def weighted_counts(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def weighted_counts(x: Tensor, y: Tensor) -> Tensor:
     share = torch.bincount(y, weights=x.detach().square().sum(1), minlength=D)
     return (x.softmax(1).mean(0) * share).sum()
 
@@ -355,13 +355,13 @@ def r1_penalty(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return F.softplus(-score).mean() + slopes.pow(2).reshape(len(x), -1).sum(1).mean()
 
 
-def checkpointed(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def checkpointed(x: Tensor, y: Tensor) -> Tensor:
     return torch.utils.checkpoint.checkpoint(
         lambda z: (z.tanh() - z.tanh().mean(0)).pow(3).mean(0).square().sum(), x, use_reentrant=False
     )
 
 
-def in_place(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def in_place(x: Tensor, y: Tensor) -> Tensor:
     z = x * 1
     z[:, 0] = 0
     z += 1
@@ -371,25 +371,25 @@ def in_place(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return z.square().mean().sqrt()
 
 
-def filled(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def filled(x: Tensor, y: Tensor) -> Tensor:
     chosen = torch.zeros(len(x), D).double()
     chosen[torch.arange(len(x)), y] = 1
     return ((x * chosen).sum(0) ** 2).sum()
 
 
-def on_the_host(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def on_the_host(x: Tensor, y: Tensor) -> Tensor:
     if x.mean().item() > 0:
         x = x * 2
     return x.mean() * sum(y.tolist()) + x.sum(0).square().sum() * y[0].item() + float(len(x)) * x.std()
 
 
-def halves(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def halves(x: Tensor, y: Tensor) -> Tensor:
     middle = len(x) // 2
     first, second = x[:middle], x[middle : 2 * middle]
     return F.mse_loss(first, second) + x[::2].sum(0).square().sum() + x[-1].sum() * x.max() * x[1:].min()
 
 
-def batch_norm_module(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def batch_norm_module(x: Tensor, y: Tensor) -> Tensor:
     return F.smooth_l1_loss(nn.BatchNorm1d(D).double()(x), torch.ones(len(x), D).double())
 
 
@@ -409,25 +409,17 @@ class Normal(nn.Module):
         return F.cross_entropy(out, target) + first + self.norm.running_var.sum() + self.norm.running_mean.prod()
 
 
-def normal(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    return Normal(True)(w, logits, target)
-
-
-def normal_by_running_values(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    return Normal(False)(w, logits, target)
-
-
-def barlow_of_torch(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def barlow_of_torch(a: Tensor, b: Tensor) -> Tensor:
     a, b = (F.batch_norm(each, None, None, training=True) for each in (a, b))
     c = a.T @ b / len(a)
     return (c.diagonal() - 1).pow(2).sum() + 0.005 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
 
 
-def huge(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def huge(x: Tensor, y: Tensor) -> Tensor:
     return torch.logsumexp(x * 300, dim=(0, 1)) + (x * 300).softmax(0).square().sum() + x.amax(0).square().sum()
 
 
-def quantiles(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def quantiles(x: Tensor, y: Tensor) -> Tensor:
     return x.quantile(0.3, dim=0).sum() + x.median() + x.sort(0).values[0].prod() + x.prod()
 
 
@@ -442,39 +434,33 @@ def several(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def of_torch(function: Callable[..., Tensor], **options: Any) -> Formula:
-    """Return a loss of torch in the form of the table."""
-    return lambda w, *rows: function(*rows, **options)
-
-
 CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
-    "mse": (of_torch(F.mse_loss), views),
-    "mse sum": (of_torch(F.mse_loss, reduction="sum"), views),
-    "l1": (of_torch(F.l1_loss), views),
-    "smooth l1": (of_torch(F.smooth_l1_loss, beta=0.5), views),
-    "huber": (of_torch(F.huber_loss, delta=0.7), views),
-    "cross entropy": (of_torch(F.cross_entropy), classes),
+    "mse": (F.mse_loss, views),
+    "mse sum": (partial(F.mse_loss, reduction="sum"), views),
+    "l1": (F.l1_loss, views),
+    "smooth l1": (partial(F.smooth_l1_loss, beta=0.5), views),
+    "huber": (partial(F.huber_loss, delta=0.7), views),
+    "cross entropy": (F.cross_entropy, classes),
     "cross entropy, smoothed and weighted": (
-        lambda w, x, y: F.cross_entropy(x, y, weight=torch.arange(1.0, D + 1).double(), label_smoothing=0.1),
+        lambda x, y: F.cross_entropy(x, y, weight=torch.arange(1.0, D + 1).double(), label_smoothing=0.1),
         classes,
     ),
-    "cross entropy of images": (of_torch(F.cross_entropy, ignore_index=2), images),
-    "cross entropy of chances": (lambda w, a, b: F.cross_entropy(a, b.softmax(1)), views),
-    "cross entropy of words": (lambda w, x, t: F.cross_entropy(x.view(-1, D), t.view(-1)), words),
-    "cross entropy of a layer": (lambda w, x, y: F.cross_entropy(F.linear(x, w), y, reduction="sum") / len(y), classes),
-    "nll": (lambda w, x, y: F.nll_loss(x.log_softmax(1), y), classes),
-    "bce": (of_torch(F.binary_cross_entropy), chances),
-    "bce with logits": (of_torch(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(3.0)), chances),
-    "kl": (lambda w, a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"), views),
-    "poisson": (of_torch(F.poisson_nll_loss), chances),
-    "gaussian": (lambda w, a, b, c: F.gaussian_nll_loss(a, b, c.square() + 0.1), triplets),
-    "soft margin": (lambda w, a, b, s: F.soft_margin_loss(a[:, 0], s.double()), signs),
-    "hinge embedding": (lambda w, a, b, s: F.hinge_embedding_loss(a[:, 0], s), signs),
-    "margin ranking": (lambda w, a, b, s: F.margin_ranking_loss(a[:, 0], b[:, 0], s, margin=0.2), signs),
-    "cosine embedding": (of_torch(F.cosine_embedding_loss), signs),
-    "triplet margin": (of_torch(F.triplet_margin_loss), triplets),
-    "multi margin": (of_torch(F.multi_margin_loss), classes),
-    "multilabel soft margin": (of_torch(F.multilabel_soft_margin_loss), chances),
+    "cross entropy of images": (partial(F.cross_entropy, ignore_index=2), images),
+    "cross entropy of chances": (lambda a, b: F.cross_entropy(a, b.softmax(1)), views),
+    "cross entropy of words": (lambda x, t: F.cross_entropy(x.view(-1, D), t.view(-1)), words),
+    "nll": (lambda x, y: F.nll_loss(x.log_softmax(1), y), classes),
+    "bce": (F.binary_cross_entropy, chances),
+    "bce with logits": (partial(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(3.0)), chances),
+    "kl": (lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"), views),
+    "poisson": (F.poisson_nll_loss, chances),
+    "gaussian": (lambda a, b, c: F.gaussian_nll_loss(a, b, c.square() + 0.1), triplets),
+    "soft margin": (lambda a, b, s: F.soft_margin_loss(a[:, 0], s.double()), signs),
+    "hinge embedding": (lambda a, b, s: F.hinge_embedding_loss(a[:, 0], s), signs),
+    "margin ranking": (lambda a, b, s: F.margin_ranking_loss(a[:, 0], b[:, 0], s, margin=0.2), signs),
+    "cosine embedding": (F.cosine_embedding_loss, signs),
+    "triplet margin": (F.triplet_margin_loss, triplets),
+    "multi margin": (F.multi_margin_loss, classes),
+    "multilabel soft margin": (F.multilabel_soft_margin_loss, chances),
     "dice": (dice, images),
     "dice, other axes": (dice_of_numpy_style, images),
     "jaccard": (jaccard, images),
@@ -486,7 +472,6 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "log cosh dice": (log_cosh_dice, images),
     "barlow": (barlow, views),
     "vicreg": (vicreg, views),
-    "sigreg": (sigreg, views),
     "flops": (flops, views),
     "iic": (iic, views),
     "log det": (log_det, views),
@@ -504,33 +489,46 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "hard negatives": (hard_negatives, views),
     "info nce": (info_nce, views),
     "nt xent": (nt_xent, views),
-    "cross entropy of columns": (of_columns, views),
     "uniformity": (uniformity, views),
     "decorrelation": (decorrelation, views),
     "koleo": (koleo, views),
     "mmd": (mmd, views),
     "coral": (coral, views),
-    "centres": (centres, classes),
     "centres of a batch": (batch_centres, classes),
     "picked": (picked, classes),
-    "weighted mse": (weighted_mse, views),
-    "weighted bce": (weighted_bce, views),
-    "one against all": (one_against_all, views),
-    "a padded table": (padded_table, classes),
-    "a shortened table": (shortened_table, classes),
     "weighted counts": (weighted_counts, classes),
-    "gradient penalty": (gradient_penalty, classes),
-    "r1 penalty": (r1_penalty, classes),
     "checkpointed": (checkpointed, classes),
     "in place": (in_place, classes),
     "filled": (filled, classes),
     "on the host": (on_the_host, classes),
     "halves": (halves, classes),
     "a module with statistics": (batch_norm_module, classes),
-    "batch normalization": (normal, images),
-    "batch normalization by running values": (normal_by_running_values, images),
     "barlow of torch": (barlow_of_torch, views),
     "huge": (huge, classes),
     "quantiles": (quantiles, classes),
+}
+# formulas whose first argument is a weight (D, D)
+WEIGHTED: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
+    "cross entropy of a layer": (lambda w, x, y: F.cross_entropy(F.linear(x, w), y, reduction="sum") / len(y), classes),
+    "sigreg": (sigreg, views),
+    "cross entropy of columns": (of_columns, views),
+    "centres": (centres, classes),
+    "weighted mse": (weighted_mse, views),
+    "weighted bce": (weighted_bce, views),
+    "one against all": (one_against_all, views),
+    "a padded table": (padded_table, classes),
+    "a shortened table": (shortened_table, classes),
+    "gradient penalty": (gradient_penalty, classes),
+    "r1 penalty": (r1_penalty, classes),
+    "batch normalization": (lambda w, x, y: Normal(True)(w, x, y), images),
+    "batch normalization by running values": (lambda w, x, y: Normal(False)(w, x, y), images),
     "several": (several, views),
 }
+
+
+def case_of(name: str, weight: Tensor) -> tuple[Formula, Callable[[int], list[Tensor]]]:
+    """A formula of rows, and what makes so many of them."""
+    if name in CASES:
+        return CASES[name]
+    formula, make = WEIGHTED[name]
+    return partial(formula, weight), make

@@ -164,6 +164,31 @@ def whole(parts: list[Tensor], name: str) -> Tensor:
     return torch.cat(parts, class_dim(name))
 
 
+def step_rows(optimizer: torch.optim.Optimizer, weight: Tensor, rows: Tensor, dim: int, **start: float) -> None:
+    """A step of one process that leaves all other rows of a weight, and of its state, as they are.
+
+    Args:
+        optimizer: Of the whole weight.
+        weight: The only parameter of it that is looked at.
+        rows: Which of the rows are stepped.
+        dim: The dimension of the rows.
+        **start: What the state of a row starts from, by its name. The others start from zero.
+    """
+
+    def tensors() -> dict[str, Tensor]:
+        state = optimizer.state.get(weight, {})
+        return {"": weight.detach()} | {k: t for k, t in state.items() if getattr(t, "shape", None) == weight.shape}
+
+    before = {name: tensor.clone() for name, tensor in tensors().items()}
+    optimizer.step()
+    is_resting = torch.ones(weight.shape[dim], dtype=torch.bool)
+    is_resting[rows] = False
+    resting = is_resting.nonzero().squeeze(1)
+    for name, tensor in tensors().items():
+        old = before.get(name, torch.full_like(tensor, start.get(name, 0.0)))
+        tensor.index_copy_(dim, resting, old.index_select(dim, resting))
+
+
 def problems_of(names: Iterable[str], results: list[dict[str, dict[str, Tensor]]]) -> list[str]:
     """In what the ranks' numbers (``measure``) differ from those of one process."""
     problems = []

@@ -21,8 +21,8 @@ from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMi
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses.cases import classes
-from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, line_of_rows
-from tests.oracle import Found, Place, parity
+from tests.losses.harness import CLASSES, DIM, Case, fresh, global_rows, line_of_rows
+from tests.oracle import Found, Place, assert_near, normal, parity
 from tests.refusals import call_row
 
 LABELS = torch.tensor([0, 0, 1, 1])
@@ -249,7 +249,7 @@ def foreign_error() -> None:
 
 def warned() -> None:
     """Rows of many identities, numbered on each rank: tiles of so many rows exchange more than the next handshake has."""
-    many = torch.randn(600, DIM, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    many = normal(600, DIM, seed=dist.get_rank())
     then_next(lambda: ask(pml.NTXentLoss(), many, torch.arange(600), mode="rows"))
 
 
@@ -299,7 +299,7 @@ def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
     pool: RankPool, sizes: list[int], name: str
 ) -> None:
     modes = GlobalBatchLoss(NO_POSITIVES[name]()).exact_modes()
-    parity(pool, lonely, sizes, name, cases=modes, compare=compare)
+    parity(pool, lonely, sizes, name, cases=modes, compare=assert_near)
 
 
 @each_rank(2)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import autograd_graph
-from tests.oracle import Found, Place, parity
+from tests.oracle import Found, Place, normal, parity
 
 ROWS, CLASSES = 12, 4
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}
@@ -32,7 +32,7 @@ DTYPES = {
 
 
 def scores() -> Tensor:
-    return torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return normal(ROWS, CLASSES, seed=2)
 
 
 def classes() -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.doors import shard_of
 from tests.each_rank import each_rank
 from tests.losses.harness import line_of_rows
-from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, net, whole
+from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, net, step_rows, whole
 from tests.oracle import assert_close, graded, joined
 from tests.refusals import refusals, refusals_of_one_process
 
@@ -150,71 +151,58 @@ def make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     return makers[name](parameters)
 
 
-def unstepped(column: Tensor, steps: int, optimizer: str) -> dict[str, Tensor]:
-    """Adam's state of a row that no step has looked at so far."""
-    state = {"step": torch.tensor(float(steps)), **{k: torch.zeros_like(column) for k in ("exp_avg", "exp_avg_sq")}}
-    return state | ({"max_exp_avg_sq": torch.zeros_like(column)} if "amsgrad" in optimizer else {})
-
-
 def by_hand(
     name: str, drawn: list[list[Tensor]], unbiased: bool, schedule: str, optimizer: str, sizes: list[int]
 ) -> dict[str, Any]:
-    """One process on the drawn classes: a small loss of their rows alone, and an optimizer for each row."""
+    """One process on the drawn classes: a small loss of their rows, and steps of these rows."""
     name, options = name.split(",", maxsplit=1)[0], SCALES.get(name, {})
-    plain = make(Case(name, options))
-    weight = next(iter(plain.parameters())).detach()
-    per = weight.shape[1] // CLASSES
-    columns = [weight[:, c * per : (c + 1) * per].clone().requires_grad_() for c in range(CLASSES)]
-    steppers = [make_optimizer(optimizer, [column]) for column in columns]
-    rows_, values, touched, steps = global_rows(), [], set(), 0
+    weight = next(iter(make(Case(name, options)).parameters()))
+    per_class = weight.shape[1] // CLASSES
+    stepper, batch = make_optimizer(optimizer, [weight]), global_rows()
+    labels, values, touched = batch["labels"] // 3, [], set()
     for number, event in enumerate(schedule):
         if event == "i":
             continue
-        features, labels = net()(rows_["features"]).detach() * (1 + number), rows_["labels"] // 3
+        features = net()(batch["features"]).detach() * (1 + number)
         chosen = sorted(int(c) for rank in drawn for c in rank[len(values)])
+        columns = {c * per_class + i: None for c in chosen for i in range(per_class)}
         small = getattr(pml, name)(num_classes=len(chosen), embedding_size=DIM, **options).double()
-        key = next(iter(dict(small.named_parameters())))
-        small._parameters[key] = torch.cat([columns[c] for c in chosen], 1)
+        key, _ = next(small.named_parameters())
+        small._parameters[key] = weight[:, list(columns)]
         place = torch.tensor([chosen.index(int(label)) for label in labels])
-        if unbiased:  # logits with the logarithm of one over the probability of each negative
-            logits = small.get_logits(features)
-            cosine = logits[torch.arange(12), place] / small.scale
-            logits = logits.clone()
-            logits[torch.arange(12), place] = small.modify_cosine_of_target_classes(cosine) * small.scale
-            start = 0
-            for size in sizes:
-                here = [i for i, c in enumerate(chosen) if start <= c < start + size]
-                certain = {c for c in chosen if c in set(labels.tolist()) and start <= c < start + size}
-                extra = [i for i in here if chosen[i] not in certain]
-                if extra:
-                    chance = len(extra) / (size - len(certain))
-                    logits[:, extra] = logits[:, extra] - torch.tensor(chance, dtype=torch.float64).log()
-                start += size
-            value = torch.nn.functional.cross_entropy(logits, place)
+        if unbiased:
+            value = torch.nn.functional.cross_entropy(corrected(small, features, place, labels, chosen, sizes), place)
         else:
             value = small(features, place)
         values.append(value.detach())
         value.backward()
-        touched |= set(chosen)
+        touched |= columns.keys()
         if event == "s":
-            steps += 1
-            for c in touched:
-                for entry in steppers[c].state.values():  # one count of steps for the weight, as the optimizer's own
-                    if "step" in entry:
-                        entry["step"].fill_(steps - 1)
-                if "adam" in optimizer and not steppers[c].state:
-                    steppers[c].state[columns[c]] = unstepped(columns[c], steps - 1, optimizer)
-                steppers[c].step()
+            step_rows(stepper, weight, torch.tensor(sorted(touched)), 1, step_size=LR)
         if event != "c":
-            for stepper in steppers:
-                stepper.zero_grad()
+            stepper.zero_grad()
             touched = set()
-    found = {"weight": torch.cat([c.detach() for c in columns], 1)}
-    for key in {k for s in steppers for state in s.state.values() for k, v in state.items() if v.ndim}:
-        start = LR if key == "step_size" else 0.0  # of a row that no step has looked at
-        states = [s.state[c].get(key, torch.full_like(c, start)) for s, c in zip(steppers, columns, strict=True)]
-        found[key] = torch.cat(states, 1)
-    return {"values": values, **found}
+    state = {key: tensor for key, tensor in stepper.state[weight].items() if tensor.ndim}
+    return {"values": values, "weight": weight.detach(), **state}
+
+
+def corrected(
+    small: Any, features: Tensor, place: Tensor, labels: Tensor, chosen: list[int], sizes: list[int]
+) -> Tensor:
+    """Logits with the logarithm of one over the probability of each negative."""
+    logits = small.get_logits(features).clone()
+    rows = torch.arange(len(features))
+    cosine = logits[rows, place] / small.scale
+    logits[rows, place] = small.modify_cosine_of_target_classes(cosine) * small.scale
+    start = 0
+    for size in sizes:
+        shard = range(start, start + size)
+        targets = set(labels.tolist()) & set(shard)
+        extra = [i for i, c in enumerate(chosen) if c in shard and c not in targets]
+        if extra:
+            logits[:, extra] -= math.log(len(extra) / (size - len(targets)))
+        start += size
+    return logits
 
 
 SAMPLED = [  # loss, unbiased, schedule, optimizer, gradients set to None

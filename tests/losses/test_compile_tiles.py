@@ -25,7 +25,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses import sharded_cases
 from tests.losses.test_tiled import CASES, SPLITS, TILE_BYTES, play
-from tests.oracle import Found, Place, parity
+from tests.oracle import Found, Place, normal, parity
 from tests.refusals import assert_same_error
 from tests.slow_parameters import slow_parameters
 
@@ -138,7 +138,7 @@ def with_a_compiler_that_fails_later(name: str) -> list[Tensor]:
         fails[0] = True
 
     original, differences = tile_compiler.TileCompiler.rehearse, []
-    rows = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    rows = normal(2, 6, 4, seed=dist.get_rank())
     loss, eager = (TOWERS[name](compile_tiles=compile_tiles).double() for compile_tiles in (True, False))
     with (
         warnings.catch_warnings(),
@@ -187,7 +187,7 @@ def test_what_is_compiled_stays_in_its_process() -> None:
 def test_towers_with_masks(name: str) -> None:
     """What one rank gets of functions that find own pairs by a mask, less what it gets of those that take a view of them."""
     rank, found = dist.get_rank(), []
-    rows = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows = normal(2, 12, 6, seed=0)
     part, extra, queue = [slice(0, 5), slice(5, 12)][rank], rows[0, :3] * 2, rows[1, :2] * 3
     for options in ({"compile_tiles": True}, {}):
         leaves = [tensor[part].clone().requires_grad_() for tensor in rows]

@@ -37,59 +37,57 @@ from tests.losses.harness import (
     DIM,
     SPLITS,
     Case,
-    alone,
     by_labels,
-    compare,
     fresh,
     global_rows,
     line_of_rows,
     on_ranks,
     own_rows,
+    truth_of,
 )
 from tests.losses.variants import Tempered
-from tests.oracle import Found, Place, graded, joined, parity, played
+from tests.oracle import Found, Place, assert_near, graded, joined, parity, played
 from tests.refusals import assert_same_error
 
 rows = line_of_rows
 PARTS = [5, 7]
 
 
-def a_frozen_rank(name: str, mode: str) -> dict[str, Tensor]:
-    net, loss = fresh(Case(getattr(pml, name)))
-    batch = own_rows(PARTS)
-    embeddings = net(batch["features"])
-    judge = GlobalBatchLoss(loss, mode=mode)  # type: ignore[arg-type]
-    value = judge(embeddings.detach() if dist.get_rank() else embeddings, batch["labels"])
-    return graded(value, net=net, loss=loss)
-
-
-def no_rows_and_no_graph(plain: nn.Module) -> dict[str, Tensor]:
-    batch, rank = own_rows([0, 12]), dist.get_rank()
-    embeddings = batch["features"][:, :CLASSES].float().requires_grad_(rank == 1)
-    return graded(GlobalBatchLoss(plain)(embeddings, batch["labels"]), embeddings=embeddings)
+def without_rows_or_graph(place: Place, plain: nn.Module) -> Found:
+    """The first rank has neither."""
+    batch = global_rows()
+    rows = place.leaf("", batch["features"][:, :CLASSES].float()).requires_grad_(place.rank != 0)
+    loss = plain if place.alone else GlobalBatchLoss(plain)
+    found = place.graded(loss(rows, place.own(batch["labels"])))
+    assert ("rows " in found) == (place.rank != 0)
+    return {"rows ": torch.empty(0, CLASSES).double()} | found
 
 
 @pytest.mark.parametrize("plain", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()], ids=lambda loss: type(loss).__name__)
 def test_a_rank_without_rows_or_graph_takes_part(pool: RankPool, plain: nn.Module) -> None:
-    first, second = pool.run(2, no_rows_and_no_graph, plain)
-    batch = global_rows()
-    x = batch["features"][:, :CLASSES].float().requires_grad_()
-    truth = graded(plain(x, batch["labels"]), embeddings=x)
-    assert first.keys() == {"value"}
-    assert first["value"] == second["value"]
-    torch.testing.assert_close(second | {"embeddings": second["embeddings"] / 2}, truth)
+    parity(pool, without_rows_or_graph, [0, 12], plain, rtol=1e-6)
+
+
+def with_a_frozen_rank(place: Place, name: str, mode: str) -> Found:
+    """The rows of the second rank get no gradient."""
+    net, plain = fresh(Case(getattr(pml, name)))
+    batch = {name: place.own(tensor) for name, tensor in global_rows().items()}
+    embeddings = net(batch["features"])
+    if place.alone:
+        embeddings = torch.cat([embeddings[: PARTS[0]], embeddings[PARTS[0] :].detach()])
+    elif place.rank == 1:
+        embeddings = embeddings.detach()
+    loss = plain if place.alone else GlobalBatchLoss(plain, mode=mode)  # type: ignore[arg-type]
+    found = place.graded(loss(embeddings, batch["labels"]), net=net, loss=plain)
+    assert place.rank != 1 or set(found) == {"value"}
+    # as DDP averages what a rank has no gradient of
+    zeros = {f"net.{name}": torch.zeros_like(p) for name, p in net.named_parameters() if name != "logit_scale"}
+    return zeros | found
 
 
 @pytest.mark.parametrize(("name", "mode"), [("SupConLoss", "rows"), ("SupConLoss", "replicated"), ("NCALoss", "auto")])
 def test_a_rank_whose_rows_need_no_gradient_takes_part(pool: RankPool, name: str, mode: str) -> None:
-    batch = global_rows()
-    net, loss = fresh(Case(getattr(pml, name)))
-    embeddings = net(batch["features"])
-    truth = graded(loss(torch.cat([embeddings[:5], embeddings[5:].detach()]), batch["labels"]), net=net, loss=loss)
-    first, second = pool.run(2, a_frozen_rank, name, mode)
-    assert set(second) == {"value"}
-    compare({n: t if n == "value" else t / 2 for n, t in first.items()}, truth)
-    assert first["value"] == second["value"]
+    parity(pool, with_a_frozen_rank, PARTS, name, mode, compare=assert_near)
 
 
 def hand_made_labels(labels: str) -> list[str]:
@@ -123,7 +121,7 @@ def coefficients(place: Place, backward: str) -> Found:
 
 
 def test_coefficients_that_differ_are_exact_with_summed_gradients(pool: RankPool) -> None:
-    parity(pool, coefficients, PARTS, "sum", compare=compare)
+    parity(pool, coefficients, PARTS, "sum", compare=assert_near)
 
 
 def test_coefficients_that_differ_are_an_error_that_names_the_ranks(pool: RankPool) -> None:
@@ -202,8 +200,8 @@ def registered() -> dict[str, dict[str, Tensor]]:
 def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
     assert GlobalBatchLoss(OwnRows()).exact_modes() == ("replicated",)
     results = pool.run(2, registered)
-    compare(joined([r["rows"] for r in results]), alone(PML["ContrastiveLoss"]))
-    compare(joined([r["elements"] for r in results]), alone(PML["ArcFaceLoss"]))
+    assert_near(joined([r["rows"] for r in results]), truth_of(PML["ContrastiveLoss"]))
+    assert_near(joined([r["elements"] for r in results]), truth_of(PML["ArcFaceLoss"]))
 
 
 class OwnTiles(pml.ContrastiveLoss):
@@ -224,7 +222,7 @@ def registered_tiles() -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_declared_class_brings_its_own_tiles(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, registered_tiles)
-    compare(joined(results), alone(PML["ContrastiveLoss"]))
+    assert_near(joined(results), truth_of(PML["ContrastiveLoss"]))
 
 
 def test_tiles_that_are_none_are_refused() -> None:
@@ -264,7 +262,7 @@ def test_without_a_process_group_it_is_the_loss_itself(name: str) -> None:
     net, loss = fresh(PML[name])
     args, kwargs = by_labels(net, global_rows())
     assert not dist.is_initialized()
-    compare(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), alone(PML[name]))
+    assert_near(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), truth_of(PML[name]))
 
 
 def evaluated(name: str) -> tuple[float, bool]:
@@ -276,7 +274,7 @@ def evaluated(name: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SupConLoss", "NCALoss"])
 def test_without_gradient_it_gives_the_value(pool: RankPool, name: str) -> None:
-    truth = float(alone(PML[name])["value"])
+    truth = float(truth_of(PML[name])["value"])
     assert pool.run(2, evaluated, name) == [(pytest.approx(truth, rel=1e-9), False)] * 2
 
 

@@ -19,7 +19,7 @@ from tests.doors import handshake
 from tests.losses.cases import PML, both_views, two_views
 from tests.losses.harness import CLASSES, DIM, Arguments, Case, Net, Rows, by_labels, fresh, own_rows
 from tests.losses.torch_cases import TORCH
-from tests.oracle import CLASS_LOSSES
+from tests.oracle import CLASS_LOSSES, normal
 
 ELEMENTS, REPLICATED, ROWS, SYMMETRIC = (1, 0), (2, 0), (3, 1), (3, 0)  # forward, backward
 
@@ -102,7 +102,7 @@ def test_a_step_costs_what_the_table_says(pool: RankPool, name: str, rides: bool
 def count_wide(mode: str, bytes_over: int) -> list[int]:
     """Four rows of a rank whose bytes are so many more than go into a handshake (of all ranks' embeddings and labels)."""
     width = (handshake.inline_capacity() + bytes_over) // 32
-    embeddings = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    embeddings = normal(4, width, seed=dist.get_rank())
     loss = GlobalBatchLoss(pml.SupConLoss(), mode=mode)  # type: ignore[arg-type]
     found = []
     for _ in range(3):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import pytorch_metric_learning.losses as pml
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from lightning_ddp_losses import GlobalBatchLoss
+from tests.counting import sizes_of_results
 from tests.doors import depends_on
 
 ROWS, WIDTH, CLASSES = 32, 24, 5
@@ -24,27 +23,14 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class LargeTensors(TorchDispatchMode):
-    """Counts operations that return a tensor as large as the rows."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel, self.count = numel, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.count += isinstance(result, Tensor) and result.numel() >= self.numel
-        return result
-
-
 def passes_over_rows(loss: nn.Module) -> int:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(CLASSES, (ROWS,), generator=generator)
     rows = torch.randn(ROWS, WIDTH, generator=generator, requires_grad=True)
     embeddings = rows * 2  # of an encoder
-    with LargeTensors(ROWS * WIDTH) as large:
+    with sizes_of_results() as sizes:
         loss(embeddings, labels).backward()
-    return large.count
+    return sum(size >= ROWS * WIDTH for size in sizes)
 
 
 @pytest.mark.parametrize("name", LOSSES)

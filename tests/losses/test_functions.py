@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
 from lightning_ddp_losses.testing import RankPool
+from tests import lightning_ranks
 from tests.each_rank import each_rank
-from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Found, Place, assert_close, own, parity
 from tests.refusals import Refused, refusals
 
@@ -267,17 +267,8 @@ class Fit(pl.LightningModule):
 
 def fitted() -> dict[str, Tensor]:
     """Train for three steps on the rows of one batch, of all ranks or in one process."""
-    model = Fit()
-    rows, target = (each.float()[:6] for each in batch())
-    if dist.is_initialized():
-        trainer = make_trainer("ddp_losses", max_epochs=3)
-        part = own([3, 3])
-        rows, target = rows[part], target[part]
-    else:
-        trainer = pl.Trainer(accelerator="cpu", devices=1, **(QUIET | {"max_epochs": 3}))
-    data = torch.utils.data.TensorDataset(rows, target)
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=len(rows)))
-    return {name: value.detach() for name, value in model.named_parameters()}
+    data = torch.utils.data.TensorDataset(*(each.float()[:6] for each in batch()))
+    return lightning_ranks.fitted(Fit(), "ddp_losses", data, [3, 3], max_epochs=3)
 
 
 def test_a_fit(pool: RankPool) -> None:

@@ -15,7 +15,7 @@ from lightning_ddp_losses import InputError, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.oracle import Found, Place, parity
+from tests.oracle import Found, Place, normal, parity
 from tests.refusals import refusals
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
@@ -27,7 +27,7 @@ def net() -> nn.Module:
 
 
 def batch() -> Tensor:
-    return torch.randn(7, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return normal(7, 3, seed=4)
 
 
 def sums(model: Any, rows: Tensor) -> tuple[Tensor, list[int]]:

@@ -20,7 +20,7 @@ FORMULAS = int(os.environ.get("FORMULAS", "1000"))  # of the slow test, in all w
 FEW = 40  # of the other one, in each world
 WORLDS = [(5, 2, 4), (1, 6), (0, 3), (1, 1)]
 LENGTH = 6
-Step = Callable[[list[Tensor], Tensor, random.Random], Tensor]
+Steps = dict[str, Callable[[], Tensor]]
 
 
 def write(z: Tensor, change: Callable[[Tensor], object]) -> Tensor:
@@ -30,96 +30,99 @@ def write(z: Tensor, change: Callable[[Tensor], object]) -> Tensor:
     return z
 
 
-# of values (G, 4): a is the last one, b an earlier one
-STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "tanh": lambda a, b, w: a.tanh(),
-    "product": lambda a, b, w: a * b,
-    "difference": lambda a, b, w: a - b,
-    "centred": lambda a, b, w: a - b.mean(0),
-    "scaled": lambda a, b, w: a / (1 + b.square().sum(0, keepdim=True)),
-    "standard": lambda a, b, w: (a - a.mean(0)) / (a.var(0, unbiased=False) + 1).sqrt(),
-    "normal": lambda a, b, w: F.batch_norm(a, None, None, training=True, weight=w[0], bias=b.mean(0)),
-    "softmax": lambda a, b, w: a.softmax(1),
-    "softmax of rows": lambda a, b, w: a.softmax(0) * len(b),
-    "weighted": lambda a, b, w: a @ w,
-    "layer": lambda a, b, w: F.linear(a, w, w[0]),
-    "attention": lambda a, b, w: (a @ b.T).tanh() @ b / len(a),
-    "columns": lambda a, b, w: (a.T @ b).tanh().matmul(a.t()).t() / len(a),
-    "of a covariance": lambda a, b, w: b @ torch.einsum("nd,ne->de", a, b).tanh(),
-    "outer": lambda a, b, w: torch.einsum("nd,ne->nde", a, b).sum(1).tanh(),
-    "mixed": lambda a, b, w: torch.einsum("nd,md->nm", a, b).softmax(1).mm(a),
-    "transposed": lambda a, b, w: a.transpose(0, 1).exp().clamp(max=2).transpose(0, 1) + b.T.T,
-    "flat": lambda a, b, w: a.reshape(-1).sin().view(-1, 4),
-    "flat pairs": lambda a, b, w: a.view(-1, 2).cumsum(1).view(len(b), 4),
-    "parts": lambda a, b, w: torch.cat([a[:, :2], b[:, 2:] * 2], dim=1),
-    "stacked": lambda a, b, w: torch.stack([a, b], 1).mean(1),
-    "chunks": lambda a, b, w: torch.cat(a.chunk(2, dim=1)[::-1], 1),
-    "chosen": lambda a, b, w: torch.where(b > 0, a, b),
-    "masked": lambda a, b, w: a.masked_fill(b > b.mean(), 0.3),
-    "reversed": lambda a, b, w: a.flip(0),
-    "rolled": lambda a, b, w: torch.roll(a, 1, 0) + b,
-    "sorted": lambda a, b, w: a.sort(dim=0).values,
-    "sorted columns": lambda a, b, w: torch.sort(a, dim=1, descending=True)[0],
-    "cumulative": lambda a, b, w: a.cumsum(0) / len(a),
-    "joined rows": lambda a, b, w: torch.cat([a, b], 0)[: len(a)].sin(),
-    "shifted": lambda a, b, w: torch.cat([a[1:], a[:1]], dim=0),
-    "largest": lambda a, b, w: a - b.max() + a.amax(dim=0),
-    "largest of rows": lambda a, b, w: a * b.max(dim=1, keepdim=True).values,
-    "gathered": lambda a, b, w: a.gather(1, b.argsort(1)),
-    "of the first row": lambda a, b, w: a - b[0],
-    "of a few rows": lambda a, b, w: a + b[:2].sum(0),
-    "of every other": lambda a, b, w: a * a[::2].mean(),
-    "of a mask": lambda a, b, w: a - a[b[:, 0] > -5].mean(0),
-    "norm": lambda a, b, w: a / (b.norm() + 1) + F.normalize(b, dim=1),
-    "norm of columns": lambda a, b, w: a / (b.norm(dim=0) + 1),
-    "logsumexp": lambda a, b, w: a - b.logsumexp(0),
-    "distances": lambda a, b, w: (-torch.cdist(a, b + 3)).exp() @ b,
-    "pairs": lambda a, b, w: (a[:, None] - b[None]).tanh().mean(1),
-    "pairs, the other way": lambda a, b, w: (a.unsqueeze(0) * b.unsqueeze(1)).sum(0) / len(a),
-    "upper": lambda a, b, w: (a @ b.T).triu() @ b / len(a),
-    "diagonal": lambda a, b, w: a * (a @ b.t()).diagonal().unsqueeze(1).tanh(),
-    "host": lambda a, b, w: a * (1 + abs(b.mean().item())),
-    "branch": lambda a, b, w: a if bool(b.sum() > 0) else b,
-    "constant rows": lambda a, b, w: a + torch.linspace(0, 1, len(a), dtype=a.dtype)[:, None],
-    "one hot": lambda a, b, w: a + F.one_hot(b.argmax(1), 4),
-    "expanded": lambda a, b, w: a * b[:, :1].expand(-1, 4) + b[:, 0, None].expand_as(a),
-    "squeezed": lambda a, b, w: a[:, None].squeeze() + b.unsqueeze(2).squeeze(-1) if len(a) > 1 else a,
-    "detached": lambda a, b, w: a * b.detach(),
-    "without gradients": lambda a, b, w: a + ema(b),
-    "slope": lambda a, b, w: (
-        a + torch.autograd.grad(b.tanh().mean(0).square().sum(), b, create_graph=True)[0] if b.requires_grad else a
-    ),
-    "zeroed": lambda a, b, w: write(a, lambda z: z[:, 0].zero_()),
-    "set": lambda a, b, w: write(a, lambda z: z.__setitem__((slice(None), 1), b[:, 2])),
-    "set where": lambda a, b, w: write(a, lambda z: z.__setitem__(b > 0, 0.5)),
-    "set selected rows": lambda a, b, w: write(a, lambda z: z.__setitem__(b[:, 0] > 0, z[b[:, 0] > 0] * 2)),
-    "set other rows": lambda a, b, w: write(a, lambda z: z.__setitem__(a[:, 1] > -5, b[b[:, 0] > -5])),
-    "set numbers": lambda a, b, w: write(a, lambda z: z.__setitem__(b > 0, b[b > 0].exp())),
-    "set a column of rows": lambda a, b, w: write(a, lambda z: z.__setitem__((b[:, 0] > 0, 1), 0.5)),
-    "set columns of rows": lambda a, b, w: write(
-        a, lambda z: z.__setitem__((b[:, 0] > 0, slice(2)), b[b[:, 0] > 0, 2:])
-    ),
-    "a column of rows": lambda a, b, w: a - a[b[:, 0] > -5, 1].mean(),
-    "set some rows": lambda a, b, w: write(a, lambda z: z.__setitem__(slice(1, 3), 0.5)),
-    "set a row": lambda a, b, w: write(a, lambda z: z.__setitem__(0, 0.5)),
-    "added": lambda a, b, w: write(a, lambda z: z.add_(b.mean(0)).mul_(w[0])),
-    "added to rows": lambda a, b, w: write(a, lambda z: z.t().add_(b.t())),
-    "sorted in place": lambda a, b, w: write(a, lambda z: z.cumsum_(0)),
-    "a view is written": lambda a, b, w: write(a, lambda z: z.flatten()[:4].zero_()),
-    "a view of rows is written": lambda a, b, w: write(a, lambda z: z[-1].mul_(2)),
-    "a diagonal is written": lambda a, b, w: write(a, lambda z: z.diagonal().zero_()),
-    "filled": lambda a, b, w: torch.zeros(len(a), 4, dtype=a.dtype).add_(a).mul_(b),
-}
-ENDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "mean": lambda a, b, w: a.mean(),
-    "squared mean": lambda a, b, w: a.mean(0).square().sum(),
-    "mse": lambda a, b, w: F.mse_loss(a, b),
-    "cross entropy": lambda a, b, w: F.cross_entropy(a, b.argmax(1)),
-    "covariance": lambda a, b, w: (a.T @ b / len(a)).square().sum(),
-    "std": lambda a, b, w: a.std() if a.numel() > 1 else a.sum(),
-    "contrast": lambda a, b, w: F.cross_entropy(a @ b.T, torch.arange(len(a))),
-    "all": lambda a, b, w: a.sum().tanh() * b.norm() + w.sum() * a.sum(0).prod(),
-}
+def steps(a: Tensor, b: Tensor, w: Tensor) -> Steps:
+    """What follows values (G, 4), of which `a` is the last one and `b` an earlier one."""
+    return {
+        "tanh": lambda: a.tanh(),
+        "product": lambda: a * b,
+        "difference": lambda: a - b,
+        "centred": lambda: a - b.mean(0),
+        "scaled": lambda: a / (1 + b.square().sum(0, keepdim=True)),
+        "standard": lambda: (a - a.mean(0)) / (a.var(0, unbiased=False) + 1).sqrt(),
+        "normal": lambda: F.batch_norm(a, None, None, training=True, weight=w[0], bias=b.mean(0)),
+        "softmax": lambda: a.softmax(1),
+        "softmax of rows": lambda: a.softmax(0) * len(b),
+        "weighted": lambda: a @ w,
+        "layer": lambda: F.linear(a, w, w[0]),
+        "attention": lambda: (a @ b.T).tanh() @ b / len(a),
+        "columns": lambda: (a.T @ b).tanh().matmul(a.t()).t() / len(a),
+        "of a covariance": lambda: b @ torch.einsum("nd,ne->de", a, b).tanh(),
+        "outer": lambda: torch.einsum("nd,ne->nde", a, b).sum(1).tanh(),
+        "mixed": lambda: torch.einsum("nd,md->nm", a, b).softmax(1).mm(a),
+        "transposed": lambda: a.transpose(0, 1).exp().clamp(max=2).transpose(0, 1) + b.T.T,
+        "flat": lambda: a.reshape(-1).sin().view(-1, 4),
+        "flat pairs": lambda: a.view(-1, 2).cumsum(1).view(len(b), 4),
+        "parts": lambda: torch.cat([a[:, :2], b[:, 2:] * 2], dim=1),
+        "stacked": lambda: torch.stack([a, b], 1).mean(1),
+        "chunks": lambda: torch.cat(a.chunk(2, dim=1)[::-1], 1),
+        "chosen": lambda: torch.where(b > 0, a, b),
+        "masked": lambda: a.masked_fill(b > b.mean(), 0.3),
+        "reversed": lambda: a.flip(0),
+        "rolled": lambda: torch.roll(a, 1, 0) + b,
+        "sorted": lambda: a.sort(dim=0).values,
+        "sorted columns": lambda: torch.sort(a, dim=1, descending=True)[0],
+        "cumulative": lambda: a.cumsum(0) / len(a),
+        "joined rows": lambda: torch.cat([a, b], 0)[: len(a)].sin(),
+        "shifted": lambda: torch.cat([a[1:], a[:1]], dim=0),
+        "largest": lambda: a - b.max() + a.amax(dim=0),
+        "largest of rows": lambda: a * b.max(dim=1, keepdim=True).values,
+        "gathered": lambda: a.gather(1, b.argsort(1)),
+        "of the first row": lambda: a - b[0],
+        "of a few rows": lambda: a + b[:2].sum(0),
+        "of every other": lambda: a * a[::2].mean(),
+        "of a mask": lambda: a - a[b[:, 0] > -5].mean(0),
+        "norm": lambda: a / (b.norm() + 1) + F.normalize(b, dim=1),
+        "norm of columns": lambda: a / (b.norm(dim=0) + 1),
+        "logsumexp": lambda: a - b.logsumexp(0),
+        "distances": lambda: (-torch.cdist(a, b + 3)).exp() @ b,
+        "pairs": lambda: (a[:, None] - b[None]).tanh().mean(1),
+        "pairs, the other way": lambda: (a.unsqueeze(0) * b.unsqueeze(1)).sum(0) / len(a),
+        "upper": lambda: (a @ b.T).triu() @ b / len(a),
+        "diagonal": lambda: a * (a @ b.t()).diagonal().unsqueeze(1).tanh(),
+        "host": lambda: a * (1 + abs(b.mean().item())),
+        "branch": lambda: a if bool(b.sum() > 0) else b,
+        "constant rows": lambda: a + torch.linspace(0, 1, len(a), dtype=a.dtype)[:, None],
+        "one hot": lambda: a + F.one_hot(b.argmax(1), 4),
+        "expanded": lambda: a * b[:, :1].expand(-1, 4) + b[:, 0, None].expand_as(a),
+        "squeezed": lambda: a[:, None].squeeze() + b.unsqueeze(2).squeeze(-1) if len(a) > 1 else a,
+        "detached": lambda: a * b.detach(),
+        "without gradients": lambda: a + ema(b),
+        "slope": lambda: (
+            a + torch.autograd.grad(b.tanh().mean(0).square().sum(), b, create_graph=True)[0] if b.requires_grad else a
+        ),
+        "zeroed": lambda: write(a, lambda z: z[:, 0].zero_()),
+        "set": lambda: write(a, lambda z: z.__setitem__((slice(None), 1), b[:, 2])),
+        "set where": lambda: write(a, lambda z: z.__setitem__(b > 0, 0.5)),
+        "set selected rows": lambda: write(a, lambda z: z.__setitem__(b[:, 0] > 0, z[b[:, 0] > 0] * 2)),
+        "set other rows": lambda: write(a, lambda z: z.__setitem__(a[:, 1] > -5, b[b[:, 0] > -5])),
+        "set numbers": lambda: write(a, lambda z: z.__setitem__(b > 0, b[b > 0].exp())),
+        "set a column of rows": lambda: write(a, lambda z: z.__setitem__((b[:, 0] > 0, 1), 0.5)),
+        "set columns of rows": lambda: write(a, lambda z: z.__setitem__((b[:, 0] > 0, slice(2)), b[b[:, 0] > 0, 2:])),
+        "a column of rows": lambda: a - a[b[:, 0] > -5, 1].mean(),
+        "set some rows": lambda: write(a, lambda z: z.__setitem__(slice(1, 3), 0.5)),
+        "set a row": lambda: write(a, lambda z: z.__setitem__(0, 0.5)),
+        "added": lambda: write(a, lambda z: z.add_(b.mean(0)).mul_(w[0])),
+        "added to rows": lambda: write(a, lambda z: z.t().add_(b.t())),
+        "sorted in place": lambda: write(a, lambda z: z.cumsum_(0)),
+        "a view is written": lambda: write(a, lambda z: z.flatten()[:4].zero_()),
+        "a view of rows is written": lambda: write(a, lambda z: z[-1].mul_(2)),
+        "a diagonal is written": lambda: write(a, lambda z: z.diagonal().zero_()),
+        "filled": lambda: torch.zeros(len(a), 4, dtype=a.dtype).add_(a).mul_(b),
+    }
+
+
+def ends(a: Tensor, b: Tensor, w: Tensor) -> Steps:
+    """What ends a formula, of such values."""
+    return {
+        "mean": lambda: a.mean(),
+        "squared mean": lambda: a.mean(0).square().sum(),
+        "mse": lambda: F.mse_loss(a, b),
+        "cross entropy": lambda: F.cross_entropy(a, b.argmax(1)),
+        "covariance": lambda: (a.T @ b / len(a)).square().sum(),
+        "std": lambda: a.std() if a.numel() > 1 else a.sum(),
+        "contrast": lambda: F.cross_entropy(a @ b.T, torch.arange(len(a))),
+        "all": lambda: a.sum().tanh() * b.norm() + w.sum() * a.sum(0).prod(),
+    }
 
 
 def ema(b: Tensor) -> Tensor:
@@ -130,17 +133,18 @@ def ema(b: Tensor) -> Tensor:
 def planned(seed: int) -> list[tuple[str, int]]:
     """The steps of a random formula, and which earlier value each of them takes; the last one is its end."""
     draw = random.Random(seed)
-    steps = [(draw.choice(list(STEPS)), draw.randrange(place + 2)) for place in range(draw.randint(1, LENGTH))]
-    return [*steps, (draw.choice(list(ENDS)), draw.randrange(len(steps) + 2))]
+    kinds, ends_of_formulas = (list(table(*[torch.empty(0)] * 3)) for table in (steps, ends))
+    found = [(draw.choice(kinds), draw.randrange(place + 2)) for place in range(draw.randint(1, LENGTH))]
+    return [*found, (draw.choice(ends_of_formulas), draw.randrange(len(found) + 2))]
 
 
 def formula(seed: int, weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """A random formula."""
     values = [x, y]
-    *steps, (end, other) = planned(seed)
-    for name, earlier in steps:
-        values.append(STEPS[name](values[-1], values[earlier], weight).clamp(-5, 5))
-    return ENDS[end](values[-1], values[other], weight)
+    *plan, (end, other) = planned(seed)
+    for name, earlier in plan:
+        values.append(steps(values[-1], values[earlier], weight)[name]().clamp(-5, 5))
+    return ends(values[-1], values[other], weight)[end]()
 
 
 def results(value: Tensor, *leaves: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import own
+from tests.oracle import Found, Place, assert_near, parity
 
 ROWS = [(5, 2), (0, 7), (4, 0, 3)]
 CALLS = 3  # the second one follows the list of the first one
@@ -263,43 +264,20 @@ FORMULAS: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]
 
 
-def off(
-    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], name: str, rows: tuple[int, ...], call: int
-) -> list[str]:
-    """What is wrong with one call."""
-    part = own(rows)
-    torch.manual_seed(call)
-    whole, labels = torch.randn(sum(rows), 4).double(), torch.arange(sum(rows)) % 3
-    mine = whole[part].clone().requires_grad_()
-    whole.requires_grad_()
-    truth = theirs(whole, labels)
-    truth.backward()
-    try:
-        value = global_rows(ours, mine, labels[part], name=name)
-        value.backward()
-    except Exception as error:
-        return [f"{name}, call {call}: {type(error).__name__}: {error}"]
-    slope = whole.grad[part] * len(rows)
-    is_exact = torch.allclose(value, truth, rtol=1e-9) and torch.allclose(mine.grad, slope, rtol=1e-9, atol=1e-9)
-    return [] if is_exact else [f"{name}, call {call}: {value} for {truth}"]
-
-
-def wrong(rows: tuple[int, ...]) -> list[str]:
-    """What is wrong with each formula."""
-    found = []
-    for formula in FORMULAS:
-        for call in range(CALLS):
-            found += off(formula, formula, formula.__name__, rows, call)
-    ours, theirs = Momentum(), Momentum()
+def play(place: Place, formula: Any) -> Found:
+    """Some calls of a formula, or of a module that is made here, and its buffers."""
+    theirs = formula() if isinstance(formula, type) else formula
+    ours = functools.partial(global_rows, theirs, name=formula.__name__)
+    found, number = {}, sum(place.sizes)
     for call in range(CALLS):
-        found += off(ours, theirs, "momentum", rows, call)
-    for (name, mine), whole in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-        if not torch.allclose(mine, whole):
-            found.append(f"buffer {name}")
+        torch.manual_seed(call)
+        of_call = place.evaluated(theirs, ours, torch.randn(number, 4).double(), torch.arange(number) % 3)
+        found |= {f"{name} of call {call}": tensor for name, tensor in of_call.items()}
+    if isinstance(theirs, nn.Module):
+        found |= {f"buffer {name}": tensor.double() for name, tensor in theirs.named_buffers()}
     return found
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_as_in_one_process(pool: RankPool, rows: tuple[int, ...]) -> None:
-    problems = pool.run(len(rows), wrong, rows, seconds=120)
-    assert not any(problems), "\n".join(problems[0])
+    parity(pool, play, rows, cases=[*FORMULAS, Momentum], compare=assert_near, seconds=120)

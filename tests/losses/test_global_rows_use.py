@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, accumulation_window, global_rows
 from lightning_ddp_losses.testing import RankPool
+from tests import lightning_ranks
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.lightning_ranks import QUIET, make_trainer
 from tests.losses.rows_cases import dice, vicreg
-from tests.oracle import Found, Place, assert_close, own, parity
+from tests.oracle import Found, Place, assert_close, normal, own, parity
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
@@ -51,7 +51,7 @@ def net() -> nn.Module:
 
 
 def batch() -> Tensor:
-    return torch.randn(7, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return normal(7, 3, seed=4)
 
 
 def play(place: Place) -> Found:
@@ -78,9 +78,8 @@ def test_auto_is_as_it_was() -> None:
 def counted(rows: int) -> tuple[int, int, int]:
     """Collectives of a Dice forward and backward, and their bytes."""
     logits, target = torch.randn(rows, 3, 8, 8).double().requires_grad_(), torch.zeros(rows, 8, 8).long()
-    weight = torch.ones(2, 2).double()
     with CountCollectives() as collectives:
-        value = global_rows(lambda x, y: dice(weight, x, y), logits, target, name="dice")
+        value = global_rows(dice, logits, target, name="dice")
         forward = len(collectives.take())
         value.backward()
         return forward, len(collectives.take()), collectives.num_bytes
@@ -114,7 +113,7 @@ def test_vicreg_sends_sums_only() -> None:
     def exchanged(rows: int) -> tuple[int, int, int]:
         first, second = (torch.randn(rows, 4).double().requires_grad_() for _ in range(2))
         with CountCollectives() as collectives:
-            value = global_rows(lambda a, b: vicreg(torch.ones(1), a, b), first, second, name="vicreg")
+            value = global_rows(vicreg, first, second, name="vicreg")
             forward = len(collectives.take())
             value.backward()
             return forward, len(collectives.take()), collectives.num_bytes
@@ -216,14 +215,7 @@ class Fit(pl.LightningModule):
 
 def fitted() -> dict[str, Tensor]:
     """Train for three steps on the rows of one batch, of all ranks or in one process."""
-    model, rows = Fit(), batch().float()[:6]
-    if dist.is_initialized():
-        trainer = make_trainer("ddp_losses", max_epochs=3)
-        rows = rows[own([3, 3])]
-    else:
-        trainer = pl.Trainer(accelerator="cpu", devices=1, **(QUIET | {"max_epochs": 3}))
-    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=len(rows)))
-    return {name: value.detach() for name, value in model.named_parameters()}
+    return lightning_ranks.fitted(Fit(), "ddp_losses", batch().float()[:6], [3, 3], max_epochs=3)
 
 
 def test_a_fit(pool: RankPool) -> None:

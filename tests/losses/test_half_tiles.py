@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,11 +13,11 @@ import torch
 from pytorch_metric_learning import distances, reducers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.counting import Operators
 from tests.doors import TiledCall, call_tiles, log_sum_exps
-from tests.oracle import assert_close, graded
+from tests.oracle import assert_close, graded, normal
 
 ROWS, DIM = 48, 5
 TILE_BYTES = ROWS * 8 * 2  # two rows against all columns: tiles of nine by ten
@@ -50,7 +50,7 @@ LABELS: dict[str, Callable[[], Tensor]] = {
 
 
 def rows() -> Tensor:
-    return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return normal(ROWS, DIM, seed=7)
 
 
 @pytest.mark.parametrize("labels", LABELS)
@@ -100,18 +100,18 @@ def test_halves_are_as_exact_in_float32(loss: str, kind: str) -> None:
     assert off[1] < 1.5 * off[0], off
 
 
-class Multiplied(TorchDispatchMode):
-    """Counts the entries of matrices that products make, with the inner dimension."""
+@contextlib.contextmanager
+def multiplied_entries() -> Iterator[list[int]]:
+    """The entries of matrices that products make, with the inner dimension."""
+    found = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
+    def note(operator: Any, arguments: tuple[Any, ...], _: list[Tensor]) -> None:
+        if operator.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            left, right = arguments[-2:]
+            found.append(left.shape[0] * left.shape[1] * right.shape[1])
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
-            left, right = args[-2:]
-            self.number += left.shape[0] * left.shape[1] * right.shape[1]
-        return func(*args, **(kwargs or {}))
+    with Operators(note):
+        yield found
 
 
 @pytest.mark.parametrize("loss", ["SupCon", "NTXent", "MultiSimilarity"])
@@ -120,9 +120,9 @@ def test_each_pair_is_multiplied_once(loss: str) -> None:
     count = 40 * 9
     leaf = torch.randn(count, 32, generator=torch.Generator().manual_seed(7)).requires_grad_()
     wrapped = GlobalBatchLoss(LOSSES[loss](), mode="rows", tile_bytes=count * 4)
-    with Multiplied() as multiplied:
+    with multiplied_entries() as entries:
         wrapped(leaf, torch.arange(count) // 2).backward()
-    products = multiplied.number / (count * count * 32)
+    products = sum(entries) / (count * count * 32)
     assert 1.9 < products < 2.3
 
 
@@ -137,11 +137,11 @@ def test_tiles_are_kept_for_one_backward(loss: str, most: int, monkeypatch: pyte
     def step(kept_bytes: int) -> tuple[Tensor, list[Tensor], float]:
         monkeypatch.setattr(call_tiles, "KEPT_BYTES", kept_bytes)
         leaf, grads = given.clone().requires_grad_(), []
-        with Multiplied() as multiplied:
+        with multiplied_entries() as entries:
             value = GlobalBatchLoss(LOSSES[loss](), mode="rows")(leaf, labels)
             grads += torch.autograd.grad(value, leaf, retain_graph=True)
         grads += torch.autograd.grad(value, leaf)
-        return value.detach(), grads, multiplied.number / (count * count * 32)
+        return value.detach(), grads, sum(entries) / (count * count * 32)
 
     value, grads, products = step(most)
     expected, (grad, _), all_products = step(0)

@@ -24,7 +24,7 @@ from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, TASK
-from tests.oracle import Encoder, Task, assert_close, batches, own
+from tests.oracle import Encoder, Task, assert_close, batches, normal, own
 
 STEPS = batches(Task(rows=12, features=TASK.features, dim=DIM, classes=CLASSES, steps=3))
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}
@@ -192,8 +192,7 @@ def test_a_checkpointed_loss_with_a_rank_without_rows(name: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = 0 if rank == world - 1 else 3
     loss = CHECKPOINTED[name]()
-    generator = torch.Generator().manual_seed(rank)
-    values = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    values = normal(rows, 4, seed=rank)
     target = torch.zeros_like(values) if name == "L1" else torch.arange(rows) % 2
     found = []
     for is_checkpointed in (False, True):

@@ -24,6 +24,7 @@ from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, Gl
 from lightning_ddp_losses.errors import DDPLossError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
+from tests.oracle import normal
 from tests.refusals import assert_same_error
 
 DIM, CLASSES = 8, 5
@@ -148,8 +149,7 @@ def wrapped(loss: Callable[..., nn.Module], option: str, **options: Any) -> Call
 
 
 def embeddings_of(rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
-    return torch.randn(rows, DIM, generator=generator, dtype=torch.float64).requires_grad_()
+    return normal(rows, DIM, seed=7 + (dist.get_rank() if dist.is_initialized() else 0)).requires_grad_()
 
 
 def labelled(rows: int) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.losses.lightly_paths import paths_of_lightly
-from tests.oracle import assert_close, graded, joined, own
+from tests.oracle import Found, Place, normal, parity
 from tests.ssl.test_ssl import naive_barlow, naive_vicreg
 
 ROWS, FEATURES = 40, 6
@@ -89,36 +89,28 @@ CASES: dict[str, tuple[Any, str, bool]] = {
 
 
 def views() -> list[Tensor]:
-    return [*torch.randn(2, ROWS, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
+    return [*normal(2, ROWS, FEATURES, seed=1)]
 
 
-def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> list[dict[str, Tensor]]:
+def play(place: Place, name: str) -> Found:
     """Values of two calls, and the gradients of their rows."""
-    found = []
-    for step in range(2):
-        inner = loss.loss if isinstance(loss, GlobalBatchLoss) else loss
-        inner.temperature = 0.5 - 0.2 * step  # read in every call
-        leaves = [view[rows].clone().requires_grad_() for view in views()]
-        value = loss(leaves, leaves) if takes_lists else loss(*leaves)
-        found.append(graded(value, first=leaves[0], second=leaves[1]))
-    return found
-
-
-def on_ranks(name: str, sizes: list[int]) -> list[dict[str, Tensor]]:
-    make, _, takes_lists = CASES[name]
+    make, mode, takes_lists = CASES[name]
+    plain, found = make(), {}
     with paths_of_lightly(*CLASSES):
-        return two_steps(GlobalBatchLoss(make()), takes_lists, own(sizes))
+        loss = plain if place.alone else GlobalBatchLoss(plain)
+        assert place.alone or loss.exact_modes()[0] == mode
+        for step in range(2):
+            plain.temperature = 0.5 - 0.2 * step  # read in every call
+            leaves = [place.leaf(f"{view} of step {step}", rows) for view, rows in enumerate(views())]
+            value = loss(leaves, leaves) if takes_lists else loss(*leaves)
+            found |= place.graded(value) | {f"value {step}": value.detach()}
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(pool: RankPool, name: str) -> None:
-    make, mode, takes_lists = CASES[name]
-    with paths_of_lightly(*CLASSES):
-        assert GlobalBatchLoss(make()).exact_modes()[0] == mode
-    truth = two_steps(make(), takes_lists, slice(None))
     for sizes in ([20, 20], [29, 11]):
-        for found, expected in zip(zip(*pool.run(2, on_ranks, name, sizes), strict=True), truth, strict=True):
-            assert_close(joined(found, "first", "second"), expected, rtol=1e-10)
+        parity(pool, play, sizes, name, rtol=1e-10)
 
 
 def test_what_gathers_by_itself_is_refused() -> None:

@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, DDPChecks, InputError, MaxSimLoss, accumulation_window
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
-from tests.counting import CountCollectives
+from tests.counting import CountCollectives, sizes_of_results
 from tests.doors import max_sim
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
-from tests.oracle import Found, Place, parity
+from tests.oracle import Found, Place, normal, parity
 from tests.processes import run_python
 from tests.refusals import Refused, refusals
 
@@ -41,7 +39,7 @@ def net() -> nn.Module:
 def texts(rows: int, column: int) -> tuple[Tensor, Tensor]:
     """Padded inputs (rows, T, WIDTH), and which of them count: not always the first."""
     draw = torch.Generator().manual_seed(column)
-    inputs = torch.randn(rows, LENGTHS[column], WIDTH, generator=draw, dtype=torch.float64)
+    inputs = normal(rows, LENGTHS[column], WIDTH, seed=draw)
     counts = torch.rand(rows, LENGTHS[column], generator=draw) < 0.6
     counts[:, column] = True
     return inputs, counts
@@ -137,29 +135,15 @@ def test_only_vectors_that_count_travel() -> None:
     assert len(backward.names) <= 2, backward.names
 
 
-class LargestTensor(TorchDispatchMode):
-    """The elements of the largest tensor that is made inside the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return found
-
-
 def test_no_tensor_of_all_products() -> None:
     rows, length, width = 48, 32, 180
     queries, documents = (
         torch.randn(rows, length, 8, requires_grad=True),
         torch.randn(rows, width, 8, requires_grad=True),
     )
-    with LargestTensor() as largest:
+    with sizes_of_results() as sizes:
         MaxSimLoss()(queries, documents).backward()
-    assert largest.elements <= max_sim.TILE_ELEMENTS < rows * rows * length * width / 6
+    assert max(sizes) <= max_sim.TILE_ELEMENTS < rows * rows * length * width / 6
 
 
 LARGE = """

@@ -24,7 +24,7 @@ from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML
 from tests.losses.harness import SPLITS, Case
 from tests.losses.torch_cases import TORCH
-from tests.oracle import assert_close, graded, joined
+from tests.oracle import Found, Place, graded, parity
 from tests.refusals import refusals
 from tests.strategies.jobs import TASK, Job, fit
 
@@ -81,22 +81,22 @@ def test_rows_that_are_not_listed(pool: RankPool, world_size: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-def few_classes(sizes: list[int] | None = None) -> dict[str, Tensor]:
-    """Four classes over three ranks leave one without any; None: one process."""
-    rows = harness.global_rows() if sizes is None else harness.own_rows(sizes)
-    embeddings, labels = rows["targets"].clone().requires_grad_(), rows["labels"] % 4
+def few_classes(place: Place) -> Found:
+    """Four classes over three ranks leave one without any."""
+    rows = harness.global_rows()
+    embeddings, labels = place.leaf("", rows["targets"]), place.own(rows["labels"]) % 4
     torch.manual_seed(2)
-    loss = pml.ArcFaceLoss(4, harness.DIM).double()
-    loss = loss if sizes is None else ClassShardedLoss(loss)
+    plain = pml.ArcFaceLoss(4, harness.DIM).double()
+    loss = plain if place.alone else ClassShardedLoss(plain)
     with as_on_a_device():
         value = loss(embeddings, labels)
-    return graded(value, embeddings=embeddings, weight=next(loss.parameters()))
+    (weight,) = loss.parameters()
+    assert weight.shape[1] == (4 if place.alone else [2, 2, 0][place.rank])
+    return place.graded(value, weight=weight)
 
 
 def test_a_rank_without_classes(pool: RankPool) -> None:
-    found = pool.run(3, few_classes, [4, 1, 7])
-    assert [rank["weight"].shape[1] for rank in found] == [2, 2, 0]
-    assert_close(joined(found, "embeddings", weight=1), few_classes())
+    parity(pool, few_classes, [4, 1, 7], shards=lambda _: {"weight": 1})
 
 
 @each_rank(2)

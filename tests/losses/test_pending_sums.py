@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +18,8 @@ from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.each_rank import each_rank
-from tests.losses.rows_cases import CASES, D
-from tests.oracle import own
+from tests.losses.rows_cases import CASES
+from tests.oracle import Found, Place, assert_near, own, parity
 from tests.refusals import refusals
 
 ROWS = (5, 2, 4)
@@ -46,7 +46,7 @@ def test_neighbouring_sums_share_an_exchange() -> None:
         given = [each.requires_grad_(each.is_floating_point()) for each in make(6)]
         for _ in range(2):
             with CountCollectives() as collectives:
-                value = global_rows(functools.partial(formula, torch.ones(D, D).double()), *given, name=name)
+                value = global_rows(formula, *given, name=name)
                 forward = len(collectives.take())
                 value.backward()
                 found = forward, len(collectives.take())
@@ -165,44 +165,27 @@ FORMULAS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def results(formula: Callable[[Tensor], Any], rows: Tensor) -> tuple[Tensor, Tensor]:
+def play(place: Place, name: str, is_large: bool) -> Found:
     """The value, and the gradient of two backwards."""
-    value = formula(rows)
-    value.backward(retain_graph=True)
-    value.backward()
-    assert type(value) is Tensor
-    return value.detach(), rows.grad
+    torch.manual_seed(7)
+    rows = place.leaf("x", torch.randn(11, 4).double())
+    with nothing_rides() if is_large else contextlib.nullcontext():
+        value = FORMULAS[name](rows) if place.alone else global_rows(FORMULAS[name], rows)
+        assert type(value) is Tensor
+        value.backward(retain_graph=True)
+        return place.graded(value)
 
 
-def wrong(names: list[str]) -> list[str]:
-    """The formulas that are not exact."""
-    found = []
-    part = own(ROWS)
-    for name in names:
-        torch.manual_seed(7)
-        rows = torch.randn(11, 4).double()
-        truth, slope = results(FORMULAS[name], rows.clone().requires_grad_())
-        value, got = results(lambda x, name=name: global_rows(FORMULAS[name], x), rows[part].requires_grad_())
-        rtol = 1e-6 if name == "variances far from zero" else 1e-9
-        is_exact = torch.allclose(value, truth, rtol=rtol) and torch.allclose(
-            got, slope[part] * 3, rtol=rtol, atol=1e-9
-        )
-        if not is_exact:
-            found.append(f"{name}: {value} {truth}")
-    return found
+def tolerance(name: str) -> float:
+    return 1e-6 if name == "variances far from zero" else 1e-9
 
 
 def test_exact_however_a_sum_is_read(pool: RankPool) -> None:
-    assert pool.run(3, wrong, list(FORMULAS)) == [[], [], []]
-
-
-def wrong_if_large(names: list[str]) -> list[str]:
-    with nothing_rides():
-        return wrong(names)
+    parity(pool, play, ROWS, False, cases=FORMULAS, rtol=tolerance, compare=assert_near)
 
 
 def test_large_sums(pool: RankPool) -> None:
-    assert pool.run(3, wrong_if_large, list(FORMULAS)) == [[], [], []]
+    parity(pool, play, ROWS, True, cases=FORMULAS, rtol=tolerance, compare=assert_near)
 
 
 def rows() -> Tensor:

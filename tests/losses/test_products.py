@@ -24,7 +24,7 @@ from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError,
 from lightning_ddp_losses.losses import products, tile_compiler, two_towers
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import LogSumExp, RunningLogSumExp, max_and_sum_exp, product_choices, unit_roundoff, unit_rows
-from tests.oracle import graded, joined, own
+from tests.oracle import graded, joined, normal, own
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 from tests.tensor_cores import multiplying_bf16
@@ -420,8 +420,7 @@ def test_the_audit_knows_the_rounding() -> None:
 
 
 def test_rows_and_gradient_are_those_of_torch() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows, weight = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
+    rows, weight = normal(2, 6, 5, seed=0)
     rows[1], rows[2], rows[3] = 0, 1e-14 * rows[2], 1e-11 * rows[3]  # none, shorter than 1e-12, longer
     expected, got = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     unit, theirs = unit_rows(got), nn.functional.normalize(expected, dim=1)

@@ -21,8 +21,8 @@ from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses.cases import PML, REDUCERS
-from tests.losses.harness import DIM, SPLITS, Case, alone, compare, on_ranks
-from tests.oracle import joined, problem
+from tests.losses.harness import DIM, SPLITS, Case, on_ranks, truth_of
+from tests.oracle import assert_near, joined, problem
 
 EVERY: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(make, 1.0) for name, make in REDUCERS.items()},
@@ -56,7 +56,7 @@ def supported(loss: str) -> dict[str, dict[str, Tensor]]:
     found = {}
     for reducer in EVERY:
         with contextlib.suppress(*REFUSALS):
-            found[reducer] = alone(reduced(loss, reducer))
+            found[reducer] = truth_of(reduced(loss, reducer))
     return found
 
 
@@ -80,7 +80,7 @@ def test_reducers_divide_by_what_all_ranks_have(pool: RankPool, world_size: int,
     results = pool.run(world_size, measure, loss, by_turns, split)
     problems: list[str] = []
     for key in results[0]:
-        problems += problem(key, compare, joined([result[key] for result in results]), truths[key.split(": ")[0]])
+        problems += problem(key, assert_near, joined([result[key] for result in results]), truths[key.split(": ")[0]])
     assert not problems, "\n".join(problems)
 
 

@@ -8,48 +8,36 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.counting import Operators
 from tests.doors import Exchanged, RowsCall, evaluation
 from tests.each_rank import each_rank
-from tests.losses import rows_cases
-from tests.losses.rows_cases import D
+from tests.losses.rows_cases import CASES, D
 
 ROWS = 300  # of each rank
 FORMULAS = ("dice", "jaccard", "flops", "vicreg", "barlow", "barlow of torch", "mean entropy", "coral")
 
 
-class LargestMemory(TorchDispatchMode):
-    """Notes how many numbers the largest memory has that an operator's result is in."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # a handshake is padded to a size of its own
-        if func.namespace != "c10d":
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
-                self._note(tensor)
-        return result
-
-    def _note(self, tensor: Any) -> None:
-        if type(tensor) is Tensor and tensor.is_floating_point():
-            self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.element_size())
-
-
 def largest(name: str, mode: Any) -> float:
     """Numbers of the largest memory of a step, for each row of this rank and number of a row."""
-    formula, make = rows_cases.CASES[name]
-    weight = torch.eye(D).double()
-    loss = GlobalBatchLoss(lambda *rows: formula(weight, *rows), mode=mode, name=name)
+    formula, make = CASES[name]
+    loss = GlobalBatchLoss(formula, mode=mode, name=name)
     torch.manual_seed(0)
     given = [each.requires_grad_(each.is_floating_point()) for each in make(ROWS)]
     loss(*given).backward()
-    with LargestMemory() as found:
+    numbers = [0]
+
+    def note(operator: Any, _: Any, results: list[Tensor]) -> None:
+        # a handshake is padded to a size of its own
+        if operator.namespace != "c10d":
+            floating = [each for each in results if type(each) is Tensor and each.is_floating_point()]
+            numbers.extend(each.untyped_storage().nbytes() // each.element_size() for each in floating)
+
+    with Operators(note):
         loss(*given).backward()
-    return found.numbers / given[0].numel()
+    return max(numbers) / given[0].numel()
 
 
 @each_rank(2)
@@ -61,8 +49,8 @@ def test_no_tensor_of_the_rows_of_all_ranks() -> None:
 
 def exchanged(name: str) -> list[Exchanged]:
     """The exchanges of a step, forward and backward."""
-    formula, make = rows_cases.CASES[name]
-    weight, made = torch.eye(D).double(), []
+    formula, make = CASES[name]
+    made = []
 
     def remember(*args: Any) -> RowsCall:
         made.append(RowsCall(*args))
@@ -70,7 +58,7 @@ def exchanged(name: str) -> list[Exchanged]:
 
     given = [each.requires_grad_(each.is_floating_point()) for each in make(ROWS)]
     with mock.patch.object(evaluation, "RowsCall", remember):
-        GlobalBatchLoss(lambda *rows: formula(weight, *rows), name=name)(*given).backward()
+        GlobalBatchLoss(formula, name=name)(*given).backward()
     return made[0].exchanged
 
 

@@ -19,7 +19,7 @@ from lightning_ddp_losses.ssl import barlow_twins
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses.harness import CLASSES, DIM, Net, global_rows, own_rows
-from tests.oracle import assert_close, graded, joined
+from tests.oracle import Found, Place, parity
 
 SIZES = {2: [4, 8], 3: [1, 4, 7]}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -119,18 +119,17 @@ def test_in_one_process_a_second_derivative_is_exact(name: str) -> None:
     torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-15)
 
 
-def encoder_penalty(sizes: list[int] | None = None) -> dict[str, Tensor]:
-    """A first derivative of ours, of a loss that holds a second derivative of the encoder; None: in one process, without ours."""
+def encoder_penalty(place: Place) -> Found:
+    """A first derivative of ours, of a loss that holds a second derivative of the encoder."""
     torch.manual_seed(1)
-    net, rows = Net().double(), global_rows() if sizes is None else own_rows(sizes)
-    features = rows["features"].requires_grad_()
+    net, features = Net().double(), place.own(global_rows()["features"]).requires_grad_()
     (slope,) = torch.autograd.grad(net(features).square().sum(), features, create_graph=True)
     total = slope.square().sum()
-    value = total / len(slope) if sizes is None else global_mean(total, len(slope))
+    value = total / len(slope) if place.alone else global_mean(total, len(slope))
     (gradient,) = torch.autograd.grad(value, net.logit_scale, allow_unused=True)
     assert gradient is None
-    return graded(value, net=net)
+    return place.graded(value, net=net)
 
 
 def test_a_penalty_on_the_encoder_is_exact(pool: RankPool) -> None:
-    assert_close(joined(pool.run(2, encoder_penalty, SIZES[2])), encoder_penalty())
+    parity(pool, encoder_penalty, SIZES[2])

@@ -18,7 +18,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import process_groups
 from tests.each_rank import each_rank
-from tests.oracle import assert_close
+from tests.oracle import assert_close, normal
 from tests.refusals import assert_same_error
 
 CLASSES, DIM, ROWS = 5, 4, 12  # on 4 ranks: 2, 2, 1 and 0 classes
@@ -71,7 +71,7 @@ def test_it_is_saved_and_loaded_over_other_ranks(pool: RankPool, tmp_path: Path,
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
+    rows = normal(ROWS, DIM, seed=generator)
     return rows, torch.randint(CLASSES, (ROWS,), generator=generator)
 
 

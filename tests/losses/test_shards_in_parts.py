@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
 from tests.losses import harness
 from tests.losses.harness import CLASSES, DIM
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, own, parity
 from tests.refusals import Refused, refusals
 
 WORLD = 4
@@ -31,45 +33,41 @@ def own_part(parts: list[list[int]]) -> dist.ProcessGroup:
     return next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part)
 
 
-def mined(parts: list[list[int]], miner_in_part: bool) -> list[dict[str, Tensor]]:
-    """By split: value and gradients of a loss over parts."""
-    part, found = own_part(parts), []
-    for sizes in SPLITS:
-        rows = harness.own_rows(sizes)
-        leaf, labels = rows["targets"].clone().requires_grad_(), rows["labels"]
-        loss = ClassShardedLoss(arcface(), group=part)
-        miner = GlobalBatchMiner(miners.MultiSimilarityMiner(), group=part if miner_in_part else None)
-        found.append(graded(loss(leaf, labels, miner(leaf, labels)), rows=leaf, weight=loss.weight))
-        found[-1]["classes"] = torch.arange(loss.shard.start, loss.shard.stop)
-    return found
-
-
-def alone(parts: list[list[int]] | None, sizes: list[int]) -> dict[str, Tensor]:
-    """One process; a miner of a part names rows of that part."""
-    rows = harness.global_rows()
-    leaf, labels = rows["targets"].clone().requires_grad_(), rows["labels"]
+def tuples_of(leaf: Tensor, labels: Tensor, parts: list[list[int]], sizes: list[int]) -> tuple[Tensor, ...]:
+    """What one process mines in each part by itself."""
     tuples: list[list[Tensor]] = [[], [], [], []]
-    for part in parts or [range(WORLD)]:
+    for part in parts:
         index = torch.cat([torch.arange(len(labels))[own(sizes, rank)] for rank in part])
         for kind, found in enumerate(miners.MultiSimilarityMiner()(leaf.detach()[index], labels[index])):
             tuples[kind].append(index[found])
-    loss = arcface()
-    return graded(loss(leaf, labels, tuple(map(torch.cat, tuples))), rows=leaf, weight=loss.W)
+    return tuple(map(torch.cat, tuples))
+
+
+def mined(place: Place, parts: list[list[int]], miner_in_part: bool) -> Found:
+    """Value and gradients of a loss over parts."""
+    rows = harness.global_rows()
+    leaf, labels = place.leaf("rows", rows["targets"]), place.own(rows["labels"])
+    if place.alone:
+        tuples = tuples_of(leaf, labels, parts if miner_in_part else [[*range(WORLD)]], list(place.sizes))
+        plain = arcface()
+        found = place.graded(plain(leaf, labels, tuples))
+        return found | {"value of the weight's gradient": plain.W.grad}
+    part = own_part(parts)
+    loss = ClassShardedLoss(arcface(), group=part)
+    miner = GlobalBatchMiner(miners.MultiSimilarityMiner(), group=part if miner_in_part else None)
+    found = place.graded(loss(leaf, labels, miner(leaf, labels)))
+    # a weight of each part; the gradients of its shards, one after the other
+    shards: list[Any] = [None] * 2
+    dist.all_gather_object(shards, (loss.shard.start, loss.weight.grad), group=part)
+    shards.sort(key=lambda shard: shard[0])
+    return found | {"value of the weight's gradient": torch.cat([grad for _, grad in shards], 1)}
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=["blocks", "in turn"])
 @pytest.mark.parametrize("miner_in_part", [False, True], ids=["a miner over all", "a miner of the part"])
 def test_a_miner_beside_shards_in_parts(pool: RankPool, parts: list[list[int]], miner_in_part: bool) -> None:
-    results = pool.run(WORLD, mined, parts, miner_in_part)
-    for number, sizes in enumerate(SPLITS):
-        truth = alone(parts if miner_in_part else None, sizes)
-        found = [result[number] for result in results]
-        # the mean over ranks is the encoder's, as DDP takes it
-        rows = torch.cat([each["rows"] for each in found]) / WORLD
-        assert_close({"rows": rows}, {"rows": truth["rows"]})
-        for each in found:
-            own = truth["weight"][:, each["classes"]]
-            assert_close({"value": each["value"], "weight": each["weight"]}, {"value": truth["value"], "weight": own})
+    for sizes in SPLITS:
+        parity(pool, mined, sizes, parts, miner_in_part)
 
 
 def ask(rank: int, *, more_rows: bool = False, label: int = 1) -> None:

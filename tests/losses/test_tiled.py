@@ -20,11 +20,11 @@ from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.utils import common_functions
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
+from tests.counting import Operators
 from tests.doors import (
     TOWER_BYTES,
     CallBatches,
@@ -38,9 +38,8 @@ from tests.doors import (
     tiles_of,
 )
 from tests.each_rank import each_rank
-from tests.losses import harness
 from tests.losses.cases import REDUCERS
-from tests.oracle import Found, Place, graded, joined, own, parity
+from tests.oracle import Found, Place, assert_near, graded, joined, normal, own, parity
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -77,8 +76,8 @@ def batch() -> dict[str, Tensor]:
     labels = torch.randint(CLASSES - 1, (ROWS,), generator=generator)
     labels[17] = CLASSES - 1  # a class of one
     return {
-        "embeddings": torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64),
-        "views": torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64),
+        "embeddings": normal(ROWS, DIM, seed=generator),
+        "views": normal(ROWS, DIM, seed=generator),
         "labels": labels,
         "other_labels": torch.randint(CLASSES - 1, (ROWS,), generator=generator),
     }
@@ -271,7 +270,7 @@ def in_parts(place: Place, case: tuple[str, str]) -> Found:
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {1, 2}))
 def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
     cases = itertools.product(BY_ROWS, ("", "references"))
-    parity(pool, in_parts, SPLITS[world_size], cases=cases, compare=harness.compare)
+    parity(pool, in_parts, SPLITS[world_size], cases=cases, compare=assert_near)
 
 
 def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
@@ -349,16 +348,6 @@ def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.overloadpacket in _PRODUCTS
-        return func(*args, **(kwargs or {}))
-
-
 TEN_TILES, ONE_TILE = ROWS * 8 * 6, ROWS * ROWS * 8
 
 
@@ -380,12 +369,13 @@ def test_what_forward_knows_is_not_computed_again(
 ) -> None:
     rows = batch()["embeddings"].requires_grad_(trained)
     loss = GlobalBatchLoss(make(), mode="rows", tile_bytes=tile_bytes)
-    with Products() as products:
+    products = []
+    with Operators(lambda operator, *_: products.append(operator.overloadpacket in _PRODUCTS)):
         value = loss(rows, torch.arange(ROWS) // 4)
-        assert products.number == forward
+        assert sum(products) == forward
         if trained:
             value.backward()
-        assert products.number == forward + backward
+        assert sum(products) == forward + backward
 
 
 def test_triplets_need_no_cumulated_sum_of_floats() -> None:
@@ -398,7 +388,7 @@ def test_triplets_need_no_cumulated_sum_of_floats() -> None:
 
 def odd_calls(loss: Any, part: slice, ones: int) -> dict[str, Any]:
     """What a batch may look like that no one thought of: value and gradient of each, of the loss itself or wrapped."""
-    rows = torch.randn(12, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)[part]
+    rows = normal(12, DIM, seed=3)[part]
     labels, apart = (torch.arange(12) // 3)[part], torch.arange(12)[part]
     strided, twice, none = rows.repeat_interleave(2, 1).requires_grad_(), rows.clone().requires_grad_(), rows.clone()
     two = loss(strided[:, ::2], labels) + 3 * loss(strided[:, 1::2] * 2, labels.int())  # two calls before one backward
@@ -444,7 +434,7 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("p", [1, 2])
 def test_rows_too_short_to_be_normalised_have_the_gradient_of_torch(p: int) -> None:
-    rows = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = normal(4, 3, seed=0)
     rows *= torch.tensor([[1.0], [0.0], [1e-13], [1e-11]], dtype=torch.float64)
     distance, upstream = tile_distance(distances.LpDistance(p=p), 30), torch.linspace(-1, 2, 12).double().view(4, 3)
     prepared = distance.prepare(rows)
@@ -457,7 +447,7 @@ def test_rows_too_short_to_be_normalised_have_the_gradient_of_torch(p: int) -> N
 
 def test_entries_that_are_no_positives_may_be_as_far_as_they_like() -> None:
     """A row of nearly equal numbers has ratios of noise to signal of 1e5 with others. Exponentials of their multiples are infinite."""
-    embeddings = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    embeddings = normal(6, 2, seed=0)
     embeddings[0, 1] = embeddings[0, 0] + 1e-2
     embeddings.requires_grad_()
     labels = torch.arange(6) % 3

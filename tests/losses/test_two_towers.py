@@ -18,9 +18,9 @@ from lightning_ddp_losses import ClipLoss, ConfigurationError, SigLipLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.losses.harness import DIM, SPLITS, TASK, compare, own_rows
+from tests.losses.harness import DIM, SPLITS, TASK, own_rows
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import Encoder, Found, Place, assert_close, own, parity
+from tests.oracle import Encoder, Found, Place, assert_close, assert_near, normal, own, parity
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -87,8 +87,8 @@ class Towers(nn.Module):
 def further(case: Case) -> tuple[Tensor | None, Tensor | None]:
     """Features of further texts of all ranks; a queue of embeddings."""
     generator = torch.Generator().manual_seed(4)
-    extra = torch.randn(5, TASK.features, generator=generator, dtype=torch.float64)
-    queue = torch.randn(3, DIM, generator=generator, dtype=torch.float64)
+    extra = normal(5, TASK.features, seed=generator)
+    queue = normal(3, DIM, seed=generator)
     return extra if case.extra else None, queue if case.queue else None
 
 
@@ -136,30 +136,29 @@ def play(place: Place, name: str, gather: str) -> Found:
 @pytest.mark.parametrize("gather", ["all", "ring"])
 def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> None:
     for sizes in SPLITS[world_size].values():
-        parity(pool, play, sizes, gather, cases=CASES, compare=compare)
+        parity(pool, play, sizes, gather, cases=CASES, compare=assert_near)
 
 
-def both_scales(gather: str) -> tuple[float, float, float]:
+def both_scales(place: Place, gather: str) -> Found:
     """The loss owns a scale and the call gives another, which counts."""
-    torch.manual_seed(1)
-    loss, scale = ClipLoss(0.5, gather=gather).double(), torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
-    rows = own_rows([5, 7])
-    images, texts = rows["targets"], rows["targets"].roll(1, 1)
+    scale = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    images = place.own(harness_rows()["targets"])
+    texts = images.roll(1, 1)
+    if place.alone:
+        logits, target = scale * functional.normalize(images) @ functional.normalize(texts).t(), torch.arange(12)
+        both = functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)
+        return place.graded(both / 2, scale=scale)
+    loss = ClipLoss(0.5, gather=gather).double()
     value = loss(images, texts, logit_scale=scale)
-    value.backward()
-    same = loss(images, texts, logit_scale=3.0)  # a plain number has no gradient
-    return float(scale.grad), float(loss.logit_scale.grad), float(value.detach() - same.detach())
+    found = place.graded(value, scale=scale)
+    assert loss.logit_scale.grad == 0
+    assert loss(images, texts, logit_scale=3.0) == value  # a plain number has no gradient
+    return found
 
 
 @pytest.mark.parametrize("gather", ["all", "ring"])
 def test_a_scale_that_is_given_counts_and_the_losss_own_gets_zero(pool: RankPool, gather: str) -> None:
-    results = pool.run(2, both_scales, gather)
-    x = harness_rows()["targets"]
-    y, scale = functional.normalize(x.roll(1, 1)), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-    logits, target = scale * functional.normalize(x) @ y.t(), torch.arange(len(x))
-    ((functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2).backward()
-    assert sum(result[0] for result in results) / 2 == pytest.approx(float(scale.grad), rel=1e-9)
-    assert all(result[1:] == (0.0, 0.0) for result in results)
+    parity(pool, both_scales, [5, 7], gather)
 
 
 @pytest.mark.parametrize("gather", ["all", "ring"])

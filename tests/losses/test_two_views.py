@@ -21,8 +21,8 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.cases import both_views
-from tests.losses.harness import SPLITS, Case, check, compare, on_ranks, splits_by_turns
-from tests.oracle import Found, Place, graded, joined, own, parity
+from tests.losses.harness import SPLITS, Case, check, on_ranks, splits_by_turns
+from tests.oracle import Found, Place, assert_near, graded, joined, normal, own, parity
 from tests.slow_parameters import slow_parameters
 
 TEMPERATURE = 0.5
@@ -73,7 +73,7 @@ def test_tiles_evaluate_what_they_evaluate_with_labels() -> None:
 
 
 def views(rows: int) -> tuple[Tensor, Tensor]:
-    first, second = torch.randn(2, rows, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    first, second = normal(2, rows, 8, seed=3)
     return first, second
 
 
@@ -101,7 +101,7 @@ def play(place: Place, options: dict[str, Any], frozen: bool = False) -> Found:
 def test_nt_xent_of_two_views_is_simclr(
     pool: RankPool, sizes: list[int], options: dict[str, Any], frozen: bool
 ) -> None:
-    parity(pool, play, sizes, options, frozen, compare=compare)
+    parity(pool, play, sizes, options, frozen, compare=assert_near)
 
 
 @each_rank(2)
@@ -161,7 +161,7 @@ def test_other_numbers_of_references(pool: RankPool, rows: list[int], references
     truth = graded(hardest_in_batch(leaves["embeddings"], leaves["ref_emb"]), **leaves)
     theirs = pml.DynamicSoftMarginLoss()(leaves["embeddings"].detach(), ref_emb=leaves["ref_emb"].detach())
     assert float(truth["value"]) == pytest.approx(float(theirs), rel=1e-12)
-    compare(found, truth)
+    assert_near(found, truth)
     assert [len(caught) for _, caught in results] == [int(warns)] + [0] * (len(rows) - 1)
     if warns:
         assert f"rank 0: {rows[0]} and {references[0]}" in results[0][1][0]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.losses.lightly_paths import paths_of_lightly
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, normal, parity
 from tests.refusals import refusals
 
 SAMPLES, FEATURES, VIEWS = 12, 4, 3
@@ -67,11 +67,11 @@ class LeJEPALoss(nn.Module):
 
 def views_of_batch() -> Tensor:
     """(views, samples, features)."""
-    return torch.randn(VIEWS, SAMPLES, FEATURES, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return normal(VIEWS, SAMPLES, FEATURES, seed=4)
 
 
 def prototypes() -> Tensor:
-    return torch.randn(5, FEATURES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return normal(5, FEATURES, seed=2)
 
 
 LABELS = torch.arange(SAMPLES) % 4
@@ -126,24 +126,18 @@ class Interleaved(Columns):
 OF_LIGHTLY = (MSNLoss, WMSELoss, LeJEPALoss)
 
 
-def on_rank(name: str, sizes: list[int]) -> dict[str, Tensor]:
-    case, rows = CASES[name], own(sizes)
+def play(place: Place, name: str) -> Found:
+    case = CASES[name]
+    samples = place.leaf("samples", views_of_batch().transpose(0, 1))
     with paths_of_lightly(*OF_LIGHTLY):
-        loss = GlobalBatchLoss(case.make(), **case.options)
-        leaf = views_of_batch()[:, rows].clone().requires_grad_()
-        return graded(case.call(loss, leaf, LABELS[rows]), views=leaf)
+        loss = case.make() if place.alone else GlobalBatchLoss(case.make(), **case.options)
+        return place.graded(case.call(loss, samples.transpose(0, 1), place.own(LABELS)))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_views_are_those_of_one_process(pool: RankPool, name: str) -> None:
-    case = CASES[name]
-    leaf = views_of_batch().requires_grad_()
-    truth = graded(case.call(case.make(), leaf, LABELS), views=leaf)
     for sizes in ([12], [6, 6], [9, 3], [0, 12], [4, 0, 8]):
-        results = pool.run(len(sizes), on_rank, name, sizes)
-        assert all(torch.equal(result["value"], results[0]["value"]) for result in results)
-        gradients = torch.cat([result["views"] for result in results], 1) / len(sizes)
-        assert_close({"value": results[0]["value"], "views": gradients}, truth)
+        parity(pool, play, sizes, name)
 
 
 def rows_of(number: int) -> Tensor:

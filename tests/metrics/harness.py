@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_ddp_losses.metrics import differentiable
 from tests.doors import map_tensors
@@ -26,6 +27,16 @@ STEPS = 2
 def splits(world_size: int, even: bool) -> Callable[[int], slice]:
     """This rank's rows of a global batch, by their number."""
     return lambda rows: cuts(rows, world_size, even=even)[dist.get_rank() if world_size > 1 else 0]
+
+
+def offline(metric: Any, dtype: torch.dtype | None = torch.float64) -> Any:
+    """The metric of one process: it never looks for other ranks, and its states have the dtype."""
+    for part in nn.Module.modules(metric):
+        if isinstance(part, Metric):
+            part.distributed_available_fn = lambda: False
+            if dtype is not None:
+                part.set_dtype(dtype)
+    return metric
 
 
 def rows_of(batch: Any) -> int:
@@ -63,16 +74,13 @@ def play(place: Place, case: Case) -> list[list[Tensor]]:
     """For each step value and gradient, then what `compute` says of all steps."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Metric `.*` will save all")
-        metric: Any = case.make() if place.alone else differentiable(case.make())
-        if place.alone:
-            metric.set_dtype(torch.float64)
-            metric.distributed_available_fn = lambda: False
+        metric: Any = offline(case.make()) if place.alone else differentiable(case.make())
         found = [step(place, metric, case, number) for number in range(STEPS)]
         return [*found, flat(metric.compute())]
 
 
 @cache
-def alone(case: Case) -> list[list[Tensor]]:
+def truth_of(case: Case) -> list[list[Tensor]]:
     """In one process; once in the life of a rank."""
     return play(Place(()), case)
 
@@ -81,6 +89,6 @@ def compare(case: Case, even: bool) -> float:
     """Run both on this rank; the largest relative difference, of values, gradients and the accumulated value, over `rtol`."""
     parts = cuts(rows_of(case.global_batch(0)), dist.get_world_size(), even=even)
     place = Place([part.stop - part.start for part in parts], dist.get_rank())
-    *steps, total = alone(case)
+    *steps, total = truth_of(case)
     oracle = [*([*values, place.own(grad)] for *values, grad in steps), total]
     return max(difference(a, b) for a, b in zip(play(place, case), oracle, strict=True)) / case.rtol

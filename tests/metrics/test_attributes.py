@@ -18,6 +18,7 @@ from torchmetrics.segmentation import MeanIoU
 from lightning_ddp_losses import differentiable, synced
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
+from tests.metrics.harness import offline
 from tests.refusals import refusals
 
 UPDATES = (2, 0, 1)  # of each rank
@@ -134,14 +135,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], tuple[Tensor, ...]]]] 
 def updated(metric: Any, batch: Callable[[int], tuple[Tensor, ...]], seeds: list[int]) -> Any:
     for seed in seeds:
         metric.update(*batch(seed))
-    return metric
-
-
-def offline(metric: Any) -> Any:
-    metric.set_dtype(torch.float64)
-    for part in torch.nn.Module.modules(metric):
-        if isinstance(part, tm.Metric):
-            part.distributed_available_fn = lambda: False
     return metric
 
 

@@ -17,7 +17,8 @@ from lightning_ddp_losses import ConfigurationError
 from lightning_ddp_losses.metrics import differentiable
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.metrics.harness import difference, flat, splits
+from tests.metrics.harness import difference, flat, offline, splits
+from tests.oracle import normal
 
 ROWS, STEPS, WINDOW = 12, 3, 2
 
@@ -61,10 +62,7 @@ MAKE: dict[str, tuple[Callable[[], Any], int]] = {
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(3)
-    return [
-        (torch.randn(ROWS, 2, generator=g, dtype=torch.float64), torch.randn(ROWS, 2, generator=g, dtype=torch.float64))
-        for _ in range(STEPS)
-    ]
+    return [(normal(ROWS, 2, seed=g), normal(ROWS, 2, seed=g)) for _ in range(STEPS)]
 
 
 def scalar(value: Any) -> Tensor:
@@ -77,12 +75,7 @@ def scalar(value: Any) -> Tensor:
 @cache
 def one_process(make: Callable[[], Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
     """torchmetrics' own, in float64, on whole batches; `compute` after updates only, which its wrappers get right."""
-    metric, counted, found = make(), make(), []
-    for each in (metric, counted):
-        for module in each.modules():
-            if isinstance(module, tm.Metric):
-                module.set_dtype(torch.float64)
-                module.distributed_available_fn = lambda: False
+    metric, counted, found = offline(make()), offline(make()), []
     for preds, target in batches():
         leaf = preds.clone().requires_grad_()
         if isinstance(metric, tm.MinMaxMetric):  # its own forward cuts the graph
@@ -185,14 +178,13 @@ def test_groups_of_a_collection_share_their_updates_and_their_exchange() -> None
 
     make = [lambda: MulticlassPrecision(3), lambda: MulticlassRecall(3)]
     metrics = differentiable(tm.MetricCollection([m() for m in make]), without_gradient="keep")
-    alone = [m() for m in make]
+    alone = [offline(m()) for m in make]
     g = torch.Generator().manual_seed(0)
     for _ in range(2):
         preds, target = torch.randint(3, (ROWS,), generator=g), torch.randint(3, (ROWS,), generator=g)
         part = splits(2, even=False)(ROWS)
         metrics.update(preds[part], target[part])
         for metric in alone:
-            metric.distributed_available_fn = lambda: False
             metric.update(preds, target)
     assert len(metrics.compute_groups) == 1
     with CountCollectives() as collectives:

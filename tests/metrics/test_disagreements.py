@@ -19,12 +19,14 @@ from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, s
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import process_groups
 from tests.each_rank import each_rank
+from tests.metrics.harness import offline
 from tests.metrics.kinds import Ours
+from tests.oracle import normal
 from tests.refusals import assert_same_error, refusals
 
 
 def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return normal(n, width, seed=seed)
 
 
 # ---------------------------------------------------------------------- right results
@@ -36,8 +38,7 @@ def ranks_without_data() -> tuple[list[float], list[float]]:
     for make in (tm.R2Score, tm.PearsonCorrCoef, tm.CosineSimilarity):
         for keep_graph in (False, True):
             kwargs: dict[str, Any] = {"num_outputs": 2} if make is tm.PearsonCorrCoef else {}
-            stock, ours = make(**kwargs).set_dtype(torch.float64), differentiable(make(**kwargs), keep_graph=keep_graph)
-            stock.distributed_available_fn = lambda: False
+            stock, ours = offline(make(**kwargs)), differentiable(make(**kwargs), keep_graph=keep_graph)
             everything = [(rows(4, r, 2), rows(4, 50 + r, 2)) for r in range(dist.get_world_size() - 1)]
             stock.update(*(torch.cat(parts) for parts in zip(*everything, strict=True)))
             if dist.get_rank() < len(everything):

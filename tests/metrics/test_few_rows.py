@@ -14,8 +14,8 @@ from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.metrics.cases import CASES, differentiable_classes
-from tests.metrics.harness import alone, difference, rows_of, step
-from tests.oracle import Place, own
+from tests.metrics.harness import difference, offline, rows_of, step, truth_of
+from tests.oracle import Place, normal, own
 from tests.slow_parameters import slow_parameters
 
 # rows of each rank, and how often each row is repeated
@@ -33,9 +33,8 @@ CORRELATIONS = {
 
 def rows(sizes: list[int], repeats: int, outputs: int, seed: int) -> tuple[Tensor, Tensor]:
     """A global batch far from 0, its rows in runs of equal ones."""
-    generator = torch.Generator().manual_seed(seed)
     number = sum(sizes) // repeats
-    preds, target = torch.randn(2, number, outputs, generator=generator, dtype=torch.float64)
+    preds, target = normal(2, number, outputs, seed=seed)
     preds = preds + target + 7
     preds, target = (t.repeat_interleave(repeats, 0) for t in (preds, target))
     if outputs == 1:
@@ -45,8 +44,7 @@ def rows(sizes: list[int], repeats: int, outputs: int, seed: int) -> tuple[Tenso
 
 def one_process(name: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Value and gradient of each batch, then the value of all; none of our code."""
-    metric = CORRELATIONS[name]().set_dtype(torch.float64)
-    metric.distributed_available_fn = lambda: False
+    metric = offline(CORRELATIONS[name]())
     found = []
     for preds, target in batches:
         leaf = preds.clone().requires_grad_()
@@ -120,7 +118,7 @@ def test_a_rank_without_rows_counts_for_nothing(family: str) -> None:
             number = rows_of(case.global_batch(0))
             if number >= 4:
                 place = Place([number // 2, number - number // 2, 0], dist.get_rank())
-                *values, grad = alone(case)[0]
+                *values, grad = truth_of(case)[0]
                 ours = step(place, differentiable(case.make()), case, 0)
                 off[f"{name} {index}"] = difference(ours, [*values, place.own(grad)]) / case.rtol
     assert {name: number for name, number in off.items() if not number < 1} == {}

@@ -16,10 +16,11 @@ from lightning_ddp_losses.metrics import differentiable, synced
 from tests.doors import ExchangePlan, Plans, plans_of
 from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
+from tests.oracle import normal
 
 
 def rows(n: int, seed: int) -> Tensor:
-    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return normal(n, 3, seed=seed)
 
 
 def exchange_plans(metric: tm.Metric) -> list[ExchangePlan]:

@@ -29,6 +29,7 @@ from tests.doors import GalleryPart, best_columns
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.metrics.retrieval_oracle import Row, retrieval
+from tests.oracle import normal
 from tests.refusals import refusals, refusals_of_one_process
 
 ALL = (
@@ -60,7 +61,7 @@ def data_set(roles: str, *, ties: bool, repeats: int = 0, seed: int = 0) -> list
     count = 97
     labels = torch.randint(0, 12, (count,), generator=generator)
     labels[:3] = torch.tensor([2**40, 2**40 + 1, 2**40 + 1])  # that float32 cannot tell apart
-    embeddings = torch.randn(count, 6, dtype=torch.float64, generator=generator) + labels.remainder(7)[:, None] / 4
+    embeddings = normal(count, 6, seed=generator) + labels.remainder(7)[:, None] / 4
     if ties:
         embeddings = torch.randint(-1, 2, (count, 6), generator=generator).double()
         embeddings[:, 0] += 3  # no row is zero
@@ -145,7 +146,7 @@ def test_many_rounds_and_tiles_give_the_same(ties: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     count = 310
     labels = torch.randint(0, 20, (count,), generator=generator)
-    embeddings = torch.randn(count, 5, dtype=torch.float64, generator=generator)
+    embeddings = normal(count, 5, seed=generator)
     if ties:
         embeddings = torch.randint(0, 2, (count, 5), generator=generator).double()
     rows = [Row(embeddings[i], int(labels[i]), i, "both") for i in range(count)]
@@ -184,7 +185,7 @@ def test_equals_the_calculator_of_pml() -> None:
     """3,001 rows without ties or duplicates, searched in the embeddings' own precision."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, 150, (3001,), generator=generator)
-    embeddings = torch.randn(3001, 16, dtype=torch.float64, generator=generator) + torch.randn(150, 16)[labels] * 0.7
+    embeddings = normal(3001, 16, seed=generator) + torch.randn(150, 16)[labels] * 0.7
     search = CustomKNN(CosineSimilarity(), batch_size=512)
 
     def find(_query: Tensor, k: int, _reference: Tensor, same: bool) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
-from tests.metrics.harness import difference, splits
+from tests.metrics.harness import difference, offline, splits
 from tests.metrics.kinds import KINDS, Ours, OursTwice, Stock, StockTwice
-from tests.oracle import own
+from tests.oracle import normal, own
 
 STEPS, ROWS = 3, 12
 ADDED_UP_BY_UPDATE_ONLY = ("None tensor", "callable list")  # torchmetrics cannot add up the states of two batches
@@ -26,7 +26,7 @@ ADDED_UP_BY_UPDATE_ONLY = ("None tensor", "callable list")  # torchmetrics canno
 
 def steps() -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(ROWS, 3, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+    return [normal(ROWS, 3, seed=generator) for _ in range(STEPS)]
 
 
 def by_forward(metric: Metric, parts: list[Tensor]) -> list[Tensor]:
@@ -54,12 +54,6 @@ def by_compute(metric: Metric, parts: list[Tensor]) -> list[Tensor]:
     return [value.detach(), again, *(leaf.grad for leaf in leaves[:-1] if leaf.grad is not None)]
 
 
-def alone(kind: str, way: Any, twice: bool) -> list[Tensor]:
-    metric = (StockTwice if twice else Stock)(kind, distributed_available_fn=lambda: False).set_dtype(torch.float64)
-    metric._enable_grad = way is by_compute
-    return way(metric, steps())  # type: ignore[no-any-return]
-
-
 def kinds_of(twice: bool) -> list[str]:
     return [kind for kind in KINDS if twice or kind not in ADDED_UP_BY_UPDATE_ONLY]
 
@@ -75,7 +69,9 @@ def test_each_kind_of_state(world_size: int, way: Any, twice: bool, even: bool) 
         metric = (OursTwice if twice else Ours)(kind, keep_graph=way is by_compute)
         ours = way(metric, [rows[part].clone() for rows in steps()])
         ours = [t / world_size if t.ndim == 2 else t for t in ours]
-        off[kind] = difference(ours, [t[part] if t.ndim == 2 else t for t in alone(kind, way, twice)])
+        stock = offline((StockTwice if twice else Stock)(kind))
+        stock._enable_grad = way is by_compute
+        off[kind] = difference(ours, [t[part] if t.ndim == 2 else t for t in way(stock, steps())])
     assert {kind: number for kind, number in off.items() if not number < 1e-9} == {}
 
 
@@ -102,7 +98,7 @@ def test_shares_of_the_rows_that_change(world_size: int, way: str) -> None:
     """What `compute` says when each rank's share of the rows changes from step to step."""
     off = {}
     for kind in kinds_of(twice=False):
-        metric, oracle = Ours(kind), Stock(kind, distributed_available_fn=lambda: False).set_dtype(torch.float64)
+        metric, oracle = Ours(kind), offline(Stock(kind))
         for rows, sizes in zip(steps(), CHANGING[world_size], strict=True):
             part = rows.split(sizes)[dist.get_rank()]
             metric(part) if way == "forward" else metric.update(part)
@@ -120,7 +116,7 @@ def test_the_mean_over_no_rows_does_not_count(pool: RankPool, sizes: list[int]) 
 
 def without_rows(sizes: list[int]) -> None:
     """A mean where the last rank has no rows: value, gradient and what is accumulated, against one process."""
-    metric, oracle = Ours("mean"), Stock("mean", distributed_available_fn=lambda: False).set_dtype(torch.float64)
+    metric, oracle = Ours("mean"), offline(Stock("mean"))
     for rows in steps():
         part, whole = rows[own(sizes)].clone().requires_grad_(), rows.clone().requires_grad_()
         value, expected = metric(part), oracle(whole)
@@ -145,21 +141,20 @@ def test_states_that_come_about_in_rarer_ways() -> None:
     part, world = splits(dist.get_world_size(), even=False)(ROWS), dist.get_world_size()
     # an update that looks at the rows of all ranks
     ours = differentiable(tm.NormalizedRootMeanSquaredError(normalization="range"))
-    stock = tm.NormalizedRootMeanSquaredError(normalization="range", distributed_available_fn=lambda: False)
-    stock.set_dtype(torch.float64)
+    stock = offline(tm.NormalizedRootMeanSquaredError(normalization="range"))
     for rows in steps():
         ours.update(rows[part, 0], rows[part, 1].contiguous())
         stock.update(rows[:, 0], rows[:, 1].contiguous())
     assert difference([ours.compute()], [stock.compute()]) < 1e-9
     # rows of several dtypes, as torch.cat joins them
-    ours, stock = Ours("cat list"), Stock("cat list", distributed_available_fn=lambda: False)
+    ours, stock = Ours("cat list"), offline(Stock("cat list"), None)
     for step, rows in enumerate(steps()):
         rounded = rows.float() if step == 0 else rows
         ours.update(rounded[part])
         stock.update(rounded)
     assert difference([ours.compute()], [stock.compute()]) < 1e-9
     # a reset of the user's own
-    ours, stock = Spread("sum"), Stock("sum", distributed_available_fn=lambda: False).set_dtype(torch.float64)
+    ours, stock = Spread("sum"), offline(Stock("sum"))
     found = [t / world if t.ndim == 2 else t for t in by_forward(ours, [rows[part].clone() for rows in steps()])]
     truth = [t[part] if t.ndim == 2 else t for t in by_forward(stock, steps())]
     assert difference(found, truth) < 1e-9

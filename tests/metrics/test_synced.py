@@ -37,6 +37,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.doors import map_tensors, process_groups
 from tests.each_rank import each_rank
+from tests.metrics.harness import offline
 from tests.refusals import refusals, refusals_of_one_process
 
 UPDATES = (3, 0, 1)
@@ -217,13 +218,6 @@ def own_seeds(rank: int, more: int = 0) -> list[int]:
 def all_seeds(more: int = 0) -> list[int]:
     """In the order of one process: by update, then by rank."""
     return sorted(seed for rank in range(len(UPDATES)) for seed in own_seeds(rank, more))
-
-
-def offline(metric: Any) -> Any:
-    for part in torch.nn.Module.modules(metric):
-        if isinstance(part, tm.Metric):
-            part.distributed_available_fn = lambda: False
-    return metric
 
 
 def numbers_in(value: Any) -> list[Tensor]:

@@ -30,6 +30,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import EvaluationBatches, EvaluationSampler, process_groups
 from tests.lightning_ranks import make_trainer
+from tests.oracle import normal
 from tests.refusals import refusals, rows_of
 
 ROWS = 11
@@ -43,8 +44,7 @@ pytestmark = [
 
 
 def data(rows: int = ROWS) -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    features = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    features = normal(ROWS, 3, seed=5)
     return TensorDataset(features[:rows], torch.arange(rows) % 3)
 
 

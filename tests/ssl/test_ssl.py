@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import ssl
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.oracle import assert_close, graded, own
+from tests.oracle import Found, Place, normal, own, parity
 from tests.refusals import refusals
 
 FEATURES, OUTPUTS = 4, 6
@@ -31,7 +30,7 @@ def encoder() -> nn.Module:
 
 def views() -> Tensor:
     """(2, 16, F): two views of all rows."""
-    return torch.randn(2, 16, FEATURES, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return normal(2, 16, FEATURES, seed=5)
 
 
 # ---------------------------------------------------------------------- naive formulas of one process
@@ -93,28 +92,23 @@ CASES: dict[str, tuple[Function, Function]] = {
 }
 
 
-def loss_and_gradients(model: nn.Module, function: Function, rows: Tensor) -> dict[str, Tensor]:
-    outputs = model(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
-    net = model.module if isinstance(model, DistributedDataParallel) else model
-    return graded(function(outputs[0], outputs[1]), net=net)
-
-
 def own_rows(everywhere: Tensor, sizes: list[int]) -> Tensor:
     """This rank's rows of (..., rows, features)."""
     return everywhere[..., own(sizes), :]
 
 
-def on_ranks(name: str, sizes: list[int]) -> dict[str, Tensor]:
-    return loss_and_gradients(DistributedDataParallel(encoder()), CASES[name][0], own_rows(views(), sizes))
+def play(place: Place, name: str) -> Found:
+    model = place.ddp(encoder())
+    ours, naive = CASES[name]
+    outputs = model(views()[:, place.part].flatten(0, 1)).unflatten(0, (2, -1))
+    return place.graded((naive if place.alone else ours)(outputs[0], outputs[1]), net=model)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, name: str) -> None:
-    truth = loss_and_gradients(encoder(), CASES[name][1], views())
     for sizes in SPLITS[world_size]:
-        for found in pool.run(world_size, on_ranks, name, sizes):
-            assert_close(found, truth, rtol=1e-10)
+        parity(pool, play, sizes, name, rtol=1e-10, every_rank=True)
 
 
 # ---------------------------------------------------------------------- sinkhorn and the centre
@@ -133,50 +127,55 @@ def all_logits(largest: float) -> Tensor:
     return (torch.rand(16, OUTPUTS, generator=generator, dtype=torch.float64) * 2 - 1) * largest
 
 
-def assigned(sizes: list[int], largest: float, dtype: torch.dtype, **options: Any) -> Tensor:
-    logits = own_rows(all_logits(largest), sizes).to(dtype).requires_grad_()
-    found = ssl.sinkhorn(logits, **options)
+def assigned(place: Place, iterations: int) -> Found:
+    logits = place.own(all_logits(1.0)).requires_grad_()
+    if place.alone:
+        return {"rows assigned": naive_sinkhorn(logits, 0.05, iterations)}
+    found = ssl.sinkhorn(logits, temperature=0.05, iterations=iterations)
     assert not found.requires_grad
-    return found
+    return {"rows assigned": found}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("iterations", [1, 3, 30])
 def test_assignments_of_one_process(pool: RankPool, world_size: int, iterations: int) -> None:
-    truth = naive_sinkhorn(all_logits(1.0), 0.05, iterations)
     for sizes in SPLITS[world_size]:
-        found = pool.run(world_size, assigned, sizes, 1.0, torch.float64, temperature=0.05, iterations=iterations)
-        assert_close({"assignments": torch.cat(found)}, {"assignments": truth}, rtol=1e-10)
+        parity(pool, assigned, sizes, iterations, rtol=1e-10)
+
+
+def assigned_of_large_logits(dtype: torch.dtype) -> Tensor:
+    logits = own_rows(all_logits(30.0), [5, 11, 0]).to(dtype)
+    return ssl.sinkhorn(logits, temperature=0.04, iterations=30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_large_logits_stay_finite(pool: RankPool, dtype: torch.dtype) -> None:
-    found = torch.cat(pool.run(3, assigned, [5, 11, 0], 30.0, dtype, temperature=0.04, iterations=30))
+    found = torch.cat(pool.run(3, assigned_of_large_logits, dtype))
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert found.isfinite().all()
     torch.testing.assert_close(found.sum(1), torch.ones(16, dtype=found.dtype))
     # the wide computation of one process, without a group
-    wide = ssl.sinkhorn(all_logits(30.0).to(dtype).double(), temperature=0.04, iterations=30)
+    logits = all_logits(30.0).to(dtype).double()
+    wide = ssl.sinkhorn(logits, temperature=0.04, iterations=30)
     torch.testing.assert_close(found.double(), wide, atol=1e-3 if found.dtype == torch.float32 else 1e-9, rtol=0)
 
 
-def centred(sizes: list[int]) -> dict[str, Tensor]:
+def centred(place: Place) -> Found:
+    if place.alone:
+        mean = torch.zeros(OUTPUTS, dtype=torch.float64)
+        for step in range(3):
+            mean = 0.8 * mean + 0.2 * all_logits(1.0 + step).mean(0)
+        return {"value": mean, "targets": ((all_logits(1.0) - mean) / 0.1).softmax(1)}
     center = ssl.Center(OUTPUTS, momentum=0.8).double()
     for step in range(3):
-        center.update(own_rows(all_logits(1.0 + step), sizes))
-    return {"center": center.center, "targets": center.softmax(all_logits(1.0), temperature=0.1)}
+        center.update(place.own(all_logits(1.0 + step)))
+    return {"value": center.center, "targets": center.softmax(all_logits(1.0), temperature=0.1)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_centre_of_one_process(pool: RankPool, world_size: int) -> None:
-    center = torch.zeros(OUTPUTS, dtype=torch.float64)
-    for step in range(3):
-        center = 0.8 * center + 0.2 * all_logits(1.0 + step).mean(0)
-    truth = {"center": center, "targets": ((all_logits(1.0) - center) / 0.1).softmax(1)}
     for sizes in SPLITS[world_size]:
-        found = pool.run(world_size, centred, sizes)
-        assert all(torch.equal(each["center"], found[0]["center"]) for each in found)
-        assert_close(found[0], truth, rtol=1e-10)
+        parity(pool, centred, sizes, rtol=1e-10)
 
 
 # ---------------------------------------------------------------------- parts, precision, bytes
