@@ -445,16 +445,15 @@ class FitRecorder(Recorder, Callback):
         paths: dict[int, str] = {}
         for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
             paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
-        # blocks of tensors that are divided over the ranks by design
-        tensors = [*parameters.items(), *module.named_buffers()]
-        tagged = {name: shard_of(tensor) for name, tensor in tensors}
+        # blocks of parameters that are divided over the ranks by design
+        tagged = {name: shard_of(parameter) for name, parameter in parameters.items()}
         injecting = lightning_compat.injects_distributed_sampler(trainer)
         self.describe(
             module,
             parameters,
             trainer.optimizers,
             aliases={name: paths[id(p)] for name, p in parameters.items() if id(p) in paths},
-            shards={name: [shard.start, shard.dim] for name, shard in tagged.items() if shard is not None},
+            shards={name: shard for name, shard in tagged.items() if shard is not None},
             automatic=module.automatic_optimization,
             accumulate=trainer.accumulate_grad_batches,
             clip=trainer.gradient_clip_val,

@@ -383,20 +383,22 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
     source = run.start
     if source is None:
         return
+    shards = source.records[rank].module_info.shards if run.ranks else {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        # a block of a sharded parameter is copied from the same rank. One process uses the joined blocks
-        sharded = source.shard_places(name) is not None
-        entry = source.entry(rank if sharded else 0, 0, "initial", name)
-        joined = None if run.ranks else source.joined_shards(0, "initial", name)
-        shape = entry.shape if joined is None else tuple(joined.shape)
-        if not entry.exists or shape != tuple(tensor.shape):
+        entry = source.entry(0, 0, "initial", name)
+        if not entry.exists:
+            continue
+        start = entry.tensor()
+        if name in shards:
+            start = shards[name].own_part(start)
+        if start.shape != tensor.shape:
             continue
         with torch.no_grad():
             if isinstance(tensor, DTensor):  # copy this rank's part, without communication
                 mesh, placements = tensor.device_mesh, tensor.placements
-                tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
-            elif joined is not None or entry.digest != rank_record.tensor_digest(tensor):
-                tensor.copy_(entry.tensor() if joined is None else joined)
+                tensor.copy_(distribute_tensor(start, mesh, placements, src_data_rank=None))
+            elif entry.digest != rank_record.tensor_digest(tensor):
+                tensor.copy_(start)
 
 
 # ---------------------------------------------------------------------- descriptions
