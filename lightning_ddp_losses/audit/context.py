@@ -318,9 +318,9 @@ class AuditContext:
         return self.runs.target.by_trainer
 
     @property
-    def fingerprints_by_rank(self) -> list[dict[str, dict[str, int]]]:
-        """Each rank's fingerprints of gradients before the first step that differs, by stage and name."""
-        return [record.fingerprints[self.step - 1] for record in self.ranks.records]
+    def stages_by_rank(self) -> list[dict[str, dict[str, str]]]:
+        """Each rank's digests of gradients before the first step that differs, by stage and name."""
+        return [record.stages[self.step - 1] for record in self.ranks.records]
 
     @property
     def loss_scales(self) -> list[tuple[float | None, ...]]:

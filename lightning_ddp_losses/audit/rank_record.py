@@ -145,7 +145,7 @@ class RankRecord:
         norms_in_training: Class of each batch norm at the first batch.
         foreign_backwards: Number of calls of ``Tensor.backward`` that bypassed Lightning's strategy.
         metric_losses: Metrics of torchmetrics that returned a value with gradient.
-        fingerprints: Fingerprints of the gradients before each step, by stage and name, on ranks only. ``"backward"`` is after backward,
+        stages: Digests of the gradients before each step, by stage and name, on ranks only. ``"backward"`` is after backward,
             when DDP has reduced its gradients. ``"reduced"`` is after the strategy's whole backward, when this package has reduced its
             gradients, or before a loop clips. ``"hooked"`` is after the module's ``on_before_optimizer_step``, ``"used"`` after the step.
         parameter_events: First event of a parameter after the wrap (``"replaced after the wrap"``), by name.
@@ -171,7 +171,7 @@ class RankRecord:
     norms_in_training: dict[str, str] = field(default_factory=dict)
     foreign_backwards: int = 0
     metric_losses: list[str] = field(default_factory=list)
-    fingerprints: list[dict[str, dict[str, int]]] = field(default_factory=list)
+    stages: list[dict[str, dict[str, str]]] = field(default_factory=list)
     parameter_events: dict[str, str] = field(default_factory=dict)
     trace: list[ModuleCall] = field(default_factory=list)
     called_parameters: list[str] = field(default_factory=list)
