@@ -34,6 +34,7 @@ COARSE = 2.0**-12
 
 _CERTAIN_SPREAD = 2.0  # a gradient of the first step differs beyond this multiple. Later steps accumulate differences
 _ALL_ROUNDING = 0.25  # a tensor that one rounding unit changes by at least this part of its size is only rounding
+_ONLY_ROUNDING = MULTIPLE * _ALL_ROUNDING  # the error that is not a finding in such a tensor
 _ZERO_ERROR = 0.01  # tensors with a smaller error are not reported as rounding
 _CAP = 0.4  # upper limit of a first gradient's tolerance, since a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -227,15 +228,10 @@ class Tolerances:
     def equal_up_to(self, step: int, what: str, name: str) -> float:
         """Return the largest error that counts as equal. In 16 bits, a larger error may or may not be rounding."""
         finding = self.of(step, what, name)
-        if self.fixed is not None or self.unit <= COARSE or what != "gradient" or self.is_rounding(step, what, name):
+        is_coarse = self.fixed is None and self.unit > COARSE and what == "gradient"
+        if not is_coarse or finding >= _ONLY_ROUNDING:
             return finding
         return min(finding, EQUAL_SPREAD * self._spread(step, name))
-
-    def is_rounding(self, step: int, what: str, name: str) -> bool:
-        """Return whether a tensor is only rounding, because one rounding unit changes it by a large part of its size."""
-        if self.fixed is not None:
-            return self.fixed >= MULTIPLE * _ALL_ROUNDING
-        return max(self.unit, self.measured.get((step, what, name), 0.0)) >= _ALL_ROUNDING
 
 
 def measure_tolerances(
@@ -360,7 +356,6 @@ def _rows_of_step(
         tolerance, certain = allowed.equal_up_to(step, what, name), allowed.of(step, what, name)
         owner = "buffer" if what == "buffer" else owners.get(name, "encoder")
         blank = ComparedRow(step, name, owner, what, tolerance=tolerance, certain=certain)
-        is_rounding = allowed.is_rounding(step, what, name)
         # compare each distinct content once, for the first rank that has it
         rows, seen = [], set[str]()
         for rank, entry in enumerate(entries):
@@ -368,7 +363,7 @@ def _rows_of_step(
                 seen.add(entry.digest)
                 row = dataclasses.replace(blank, rank=rank)
                 start = _before_step(ranks, one, rank, step, what, name)
-                rows.append(_compare_entries(row, entry, theirs, scale, start, is_rounding=is_rounding))
+                rows.append(_compare_entries(row, entry, theirs, scale, start))
         worst = max(rows, key=lambda row: row.sortable_error)
         # buffers agree too if all ranks have the values of one process
         agree = len(seen) == 1 or (what == "buffer" and worst.exact)
@@ -392,9 +387,7 @@ def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: W
     return [ours, theirs] if ours.exists and theirs.exists and ours.shape == theirs.shape else []
 
 
-def _compare_entries(
-    row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry], *, is_rounding: bool = False
-) -> ComparedRow:
+def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry]) -> ComparedRow:
     """Return a row with ratio, cosine, error and verdict filled in."""
     if not ours.exists or not theirs.exists:
         return _compare_with_none(row, ours, theirs)
@@ -417,7 +410,7 @@ def _compare_entries(
         ratio = cosine = 1.0
 
     found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error)
-    verdict = _judge(found, max(our_norm, their_norm), off_norm, scale, is_rounding=is_rounding)
+    verdict = _judge(found, max(our_norm, their_norm), off_norm, scale)
     return dataclasses.replace(found, verdict=verdict)
 
 
@@ -431,13 +424,13 @@ def _compare_with_none(row: ComparedRow, ours: Entry, theirs: Entry) -> Compared
     return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, verdict="missing")
 
 
-def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale, *, is_rounding: bool) -> Verdict:
+def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verdict:
     """Return the verdict on two tensors that differ: rounding, a factor, or another direction."""
     # rounding is judged by the tensor's tolerance, by the size of all tensors, or by a gradient that is only rounding
     is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
     is_zero = row.what == "gradient" and norm <= scale.zero
     if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update or is_zero:
-        if row.what == "gradient" and (is_zero or is_rounding) and row.error > _ZERO_ERROR:
+        if row.what == "gradient" and (is_zero or row.certain >= _ONLY_ROUNDING) and row.error > _ZERO_ERROR:
             return "zero"
         return "exact"
     if row.error <= row.certain:
