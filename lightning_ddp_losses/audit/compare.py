@@ -317,7 +317,8 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
     for step in range(1, min(ranks.steps, one.steps) + 1):
         for what in found:
             scale = _scale_at(one, step, what, strict=strict)
-            quiet |= scale.quiet
+            if what == "gradient":
+                quiet |= scale.quiet
             scale = dataclasses.replace(scale, quiet=quiet)
             found[what] += _rows_of_step(ranks, one, step, what, allowed, owners, scale)
     return Comparison(found["gradient"], found["parameter"], found["buffer"])
