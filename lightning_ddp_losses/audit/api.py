@@ -289,7 +289,8 @@ def notes(context: AuditContext) -> list[Diagnosis]:
 def _without_optimizer(context: AuditContext) -> Iterator[Diagnosis]:
     names = context.info.unoptimized
     # tensors in optimizers that are not parameters of the module
-    foreign = _foreign_parameters(context)
+    owners = context.info.owners
+    foreign = [name for name in context.without_gradient if owners.get(name) == "unregistered"]
     if foreign:
         fields: dict[str, Any] = {"count": len(foreign), "first": foreign[0], "unoptimized": quoted(names) or "none"}
         yield context.diagnosis("F02", "foreign", severity="note", **fields)
@@ -302,19 +303,6 @@ def _repeated_in_validation(context: AuditContext) -> Iterator[Diagnosis]:
     counts = comma_list(f"loader {index}: {rows}" for index, rows in enumerate(repeated) if rows)
     if counts:
         yield context.diagnosis("F54", severity="note", counts=counts)
-
-
-def _foreign_parameters(context: AuditContext) -> list[str]:
-    """List parameters in optimizers that do not belong to the module and had no gradient at any step in both runs."""
-    stepped: set[str] = set()
-    with_gradient: set[str] = set()
-    for run in (context.one, context.ranks):
-        for step in range(1, run.steps + 1):
-            entries = run.entries(0, step, "gradient")
-            stepped |= entries.keys()
-            with_gradient |= {name for name, entry in entries.items() if entry.exists}
-    owners = context.info.owners
-    return [name for name in owners if owners[name] == "unregistered" and name in stepped - with_gradient]
 
 
 def _accumulated_rows(context: AuditContext) -> Iterator[Diagnosis]:
@@ -349,7 +337,8 @@ def _changed_dtype(context: AuditContext) -> Iterator[Diagnosis]:
 
 
 def _without_gradient(context: AuditContext) -> Iterator[Diagnosis]:
-    names = context.without_gradient
+    # parameters of modules whose forward was called
+    names = [name for name in context.without_gradient if name in context.record.called_parameters]
     if names:
         yield context.diagnosis("F38", "nowhere", severity="note", parameters=names, count=len(names))
 

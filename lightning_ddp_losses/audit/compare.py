@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ COARSE = 2.0**-12
 
 _CERTAIN_SPREAD = 2.0  # a gradient of the first step differs beyond this multiple. Later steps accumulate differences
 _ALL_ROUNDING = 0.25  # a tensor that one rounding unit changes by at least this part of its size is only rounding
+_ONLY_ROUNDING = MULTIPLE * _ALL_ROUNDING  # the error that is not a finding in such a tensor
 _ZERO_ERROR = 0.01  # tensors with a smaller error are not reported as rounding
 _CAP = 0.4  # upper limit of a first gradient's tolerance, since a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -227,15 +228,10 @@ class Tolerances:
     def equal_up_to(self, step: int, what: str, name: str) -> float:
         """Return the largest error that counts as equal. In 16 bits, a larger error may or may not be rounding."""
         finding = self.of(step, what, name)
-        if self.fixed is not None or self.unit <= COARSE or what != "gradient" or self.is_rounding(step, what, name):
+        is_coarse = self.fixed is None and self.unit > COARSE and what == "gradient"
+        if not is_coarse or finding >= _ONLY_ROUNDING:
             return finding
         return min(finding, EQUAL_SPREAD * self._spread(step, name))
-
-    def is_rounding(self, step: int, what: str, name: str) -> bool:
-        """Return whether a tensor is only rounding, because one rounding unit changes it by a large part of its size."""
-        if self.fixed is not None:
-            return self.fixed >= MULTIPLE * _ALL_ROUNDING
-        return max(self.unit, self.measured.get((step, what, name), 0.0)) >= _ALL_ROUNDING
 
 
 def measure_tolerances(
@@ -281,6 +277,8 @@ _NO_SCALE = Scale(0.0, 0.0, 0.0, frozenset())
 
 def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
     """Measure the scale of one process's tensors. With ``strict`` no difference of a nonzero tensor is noise."""
+    if what == "buffer":
+        return _NO_SCALE
     sizes: dict[str, float] = {}
     eps = 0.0
     for name, entry in one.entries(0, step, what).items():
@@ -313,40 +311,17 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
     owners: dict[str, str] = {}
     for record in (*one.records, *ranks.records):
         owners |= record.module_info.owners
-    rows: list[ComparedRow] = []
-    updates: list[ComparedRow] = []
-    buffers: list[ComparedRow] = []
+    found: dict[What, list[ComparedRow]] = {"gradient": [], "parameter": [], "buffer": []}
     strict = allowed.fixed is not None
     quiet: frozenset[str] = frozenset()  # if a gradient is only rounding, its update is too
     for step in range(1, min(ranks.steps, one.steps) + 1):
-        scale = _scale_at(one, step, "gradient", strict=strict)
-        quiet |= scale.quiet
-        rows += list(_rows_of_step(ranks, one, step, "gradient", allowed, owners, scale))
-        scale = dataclasses.replace(_scale_at(one, step, "parameter", strict=strict), quiet=quiet)
-        updates += list(_rows_of_step(ranks, one, step, "parameter", allowed, owners, scale))
-        buffers += list(_rows_of_buffers(ranks, one, step, allowed))
-    return Comparison(rows, updates, buffers)
-
-
-def _rows_of_buffers(ranks: Recording, one: Recording, step: int, allowed: Tolerances) -> Iterator[ComparedRow]:
-    """Compare the floating-point buffers of one step. Blocks of one buffer, and caches, may have different shapes."""
-    caches = one.records[0].module_info.caches
-    for name, theirs in one.entries(0, step, "buffer").items():
-        entries = ranks.entries_of(step, "buffer", name)
-        has_one_shape = all(entry.shape == theirs.shape for entry in entries)
-        if not has_one_shape and (name in caches or ranks.shard_places(name) is not None):
-            continue
-        if any(entry.exists and entry.dtype != theirs.dtype for entry in entries) or theirs.dtype not in _EPS:
-            continue
-        tolerance = allowed.of(step, "buffer", name)
-        rows = []
-        for rank, entry in enumerate(entries):
-            row = ComparedRow(step, name, "buffer", "buffer", tolerance=tolerance, certain=tolerance, rank=rank)
-            rows.append(_compare_entries(row, entry, theirs, _NO_SCALE, ()))
-        worst = max(rows, key=lambda row: row.sortable_error)
-        # ranks agree if all have the same values, or all have the values of one process
-        agree = worst.exact or ranks.ranks_agree(step, "buffer", name)
-        yield dataclasses.replace(worst, ranks_agree=agree)
+        for what in found:
+            scale = _scale_at(one, step, what, strict=strict)
+            if what == "gradient":
+                quiet |= scale.quiet
+            scale = dataclasses.replace(scale, quiet=quiet)
+            found[what] += _rows_of_step(ranks, one, step, what, allowed, owners, scale)
+    return Comparison(found["gradient"], found["parameter"], found["buffer"])
 
 
 def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
@@ -366,24 +341,6 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
     return found
 
 
-def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances, factor: float = 1.0) -> bool:
-    """Return whether the ranks' gradients at step 1 are the mean of the gradients of ``parts``, times a factor."""
-    for name, entry in ranks.entries(0, 1, "gradient").items():
-        entries = [part.entry(0, 1, "gradient", name) for part in parts]
-        if not entry.exists and not any(each.exists for each in entries):
-            continue
-        if not entry.exists or not all(each.exists and each.shape == entry.shape for each in entries):
-            return False
-        off = size = 0.0
-        for ours, *theirs in zip(entry.pieces(), *(each.pieces() for each in entries), strict=True):
-            mean = torch.stack([piece.double() for piece in theirs]).mean(0) * factor
-            off += float((ours.double() - mean).square().sum())
-            size += float(mean.square().sum())
-        if not math.sqrt(off) <= allowed.of(1, "gradient", name) * math.sqrt(size):
-            return False
-    return True
-
-
 # ---------------------------------------------------------------------- one tensor
 
 
@@ -392,14 +349,14 @@ def _rows_of_step(
 ) -> Iterator[ComparedRow]:
     """Compare the tensors of one step and kind, in the module's order. If ranks differ, yield the row with the largest error."""
     for name in dict.fromkeys([*one.names(step, what), *ranks.names(step, what)]):
-        # blocks of one parameter differ by design, so the joined tensor is compared
-        joined = ranks.stored_shards(step, what, name)
-        entries = ranks.entries_of(step, what, name) if joined is None else [joined]
-        agree = joined is not None or ranks.ranks_agree(step, what, name)
+        entries, theirs = ranks.entries_of(step, what, name), one.entry(0, step, what, name)
+        if what == "buffer" and not _are_comparable(
+            entries, theirs, is_cache=name in one.records[0].module_info.caches
+        ):
+            continue
         tolerance, certain = allowed.equal_up_to(step, what, name), allowed.of(step, what, name)
-        owner = owners.get(name, "encoder")
-        blank = ComparedRow(step, name, owner, what, tolerance=tolerance, certain=certain, ranks_agree=agree)
-        is_rounding = allowed.is_rounding(step, what, name)
+        owner = "buffer" if what == "buffer" else owners.get(name, "encoder")
+        blank = ComparedRow(step, name, owner, what, tolerance=tolerance, certain=certain)
         # compare each distinct content once, for the first rank that has it
         rows, seen = [], set[str]()
         for rank, entry in enumerate(entries):
@@ -407,9 +364,18 @@ def _rows_of_step(
                 seen.add(entry.digest)
                 row = dataclasses.replace(blank, rank=rank)
                 start = _before_step(ranks, one, rank, step, what, name)
-                theirs = one.entry(0, step, what, name)
-                rows.append(_compare_entries(row, entry, theirs, scale, start, is_rounding=is_rounding))
-        yield max(rows, key=lambda row: row.sortable_error)
+                rows.append(_compare_entries(row, entry, theirs, scale, start))
+        worst = max(rows, key=lambda row: row.sortable_error)
+        # buffers agree too if all ranks have the values of one process
+        agree = len(seen) == 1 or (what == "buffer" and worst.exact)
+        yield dataclasses.replace(worst, ranks_agree=agree)
+
+
+def _are_comparable(entries: Sequence[Entry], theirs: Entry, *, is_cache: bool) -> bool:
+    """Return whether buffers contain floating-point numbers of one dtype. Caches may have different shapes."""
+    if is_cache and any(entry.shape != theirs.shape for entry in entries):
+        return False
+    return theirs.dtype in _EPS and all(entry.dtype == theirs.dtype for entry in entries if entry.exists)
 
 
 def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: What, name: str) -> list[Entry]:
@@ -417,14 +383,12 @@ def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: W
     if what != "parameter":
         return []
     kind: Kind = "initial" if step == 1 else "parameter"
-    ours = ranks.stored_shards(step - 1, kind, name) or ranks.entry(rank, step - 1, kind, name)
+    ours = ranks.entry(rank, step - 1, kind, name)
     theirs = one.entry(0, step - 1, kind, name)
     return [ours, theirs] if ours.exists and theirs.exists and ours.shape == theirs.shape else []
 
 
-def _compare_entries(
-    row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry], *, is_rounding: bool = False
-) -> ComparedRow:
+def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry]) -> ComparedRow:
     """Return a row with ratio, cosine, error and verdict filled in."""
     if not ours.exists or not theirs.exists:
         return _compare_with_none(row, ours, theirs)
@@ -447,7 +411,7 @@ def _compare_entries(
         ratio = cosine = 1.0
 
     found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error)
-    verdict = _judge(found, max(our_norm, their_norm), off_norm, scale, is_rounding=is_rounding)
+    verdict = _judge(found, max(our_norm, their_norm), off_norm, scale)
     return dataclasses.replace(found, verdict=verdict)
 
 
@@ -461,13 +425,13 @@ def _compare_with_none(row: ComparedRow, ours: Entry, theirs: Entry) -> Compared
     return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, verdict="missing")
 
 
-def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale, *, is_rounding: bool) -> Verdict:
+def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verdict:
     """Return the verdict on two tensors that differ: rounding, a factor, or another direction."""
     # rounding is judged by the tensor's tolerance, by the size of all tensors, or by a gradient that is only rounding
     is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
     is_zero = row.what == "gradient" and norm <= scale.zero
     if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update or is_zero:
-        if row.what == "gradient" and (is_zero or is_rounding) and row.error > _ZERO_ERROR:
+        if row.what == "gradient" and (is_zero or row.certain >= _ONLY_ROUNDING) and row.error > _ZERO_ERROR:
             return "zero"
         return "exact"
     if row.error <= row.certain:
@@ -515,52 +479,41 @@ def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> Tensor | 
 # ---------------------------------------------------------------------- traced steps
 
 
-_Calls = list[tuple[tuple[ModuleCall, ...], ModuleCall]]  # calls of a module on the ranks and in one process
+class TracedDifference(NamedTuple):
+    """The first difference between two traced runs.
+
+    Attributes:
+        what: ``"Activations"``, or ``"Gradients"`` of activations.
+        call: Call of the module whose output, or its gradient, differs.
+        error: Relative difference.
+    """
+
+    what: str
+    call: ModuleCall
+    error: float
 
 
-def _traced_calls(ranks: Recording, one: Recording) -> _Calls:
+def first_traced_difference(ranks: Recording, one: Recording, allowed: float) -> TracedDifference | None:
+    """Return the first difference between two traced runs: of activations in forward order, then of gradients in reverse.
+
+    Args:
+        ranks: Traced run of the ranks.
+        one: Traced run of one process on the joined batches.
+        allowed: Relative difference that is rounding.
+    """
     columns = zip(*(record.trace for record in ranks.records), strict=False)
     pairs = zip(columns, one.records[0].trace, strict=False)
-    return [(column, call) for column, call in pairs if all(each.name == call.name for each in column)]
-
-
-def first_odd_activation(ranks: Recording, one: Recording, allowed: float) -> tuple[ModuleCall, float] | None:
-    """Return the first call of a module, in forward order, whose output differs between two traced runs, and by how much.
-
-    Args:
-        ranks: Traced run of the ranks.
-        one: Traced run of one process on the joined batches.
-        allowed: Relative difference that is rounding.
-    """
-    for column, call in _traced_calls(ranks, one):
+    calls = [(column, call) for column, call in pairs if all(each.name == call.name for each in column)]
+    for column, call in calls:
         off = _row_error([each.output for each in column], call.output)
         if not off <= allowed:
-            return call, off
-    return None
-
-
-def first_traced_difference(ranks: Recording, one: Recording, allowed: float) -> str:
-    """Return the first place in forward order at which two traced runs differ, as a sentence.
-
-    Args:
-        ranks: Traced run of the ranks.
-        one: Traced run of one process on the joined batches.
-        allowed: Relative difference that is rounding.
-    """
-    odd = first_odd_activation(ranks, one, allowed)
-    if odd is not None:
-        call, off = odd
-        return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
-    # compare gradients in reverse. Gradients of a local mean are W times as large as gradients of the mean over all ranks
-    for column, call in reversed(_traced_calls(ranks, one)):
+            return TracedDifference("Activations", call, off)
+    # gradients of a local mean are W times as large as gradients of the mean over all ranks
+    for column, call in reversed(calls):
         off = _row_error([each.gradient for each in column], call.gradient, divisor=float(ranks.ranks))
         if not off <= allowed:
-            where = "from the loss backwards; all activations that are rows agree"
-            return f"Gradients part first at `{call.name}` ({call.kind}), by {off:.2g}, {where}."
-    return (
-        "Activations and gradients of all modules that give one row per sample agree; "
-        "what parts is inside the loss or beside the modules."
-    )
+            return TracedDifference("Gradients", call, off)
+    return None
 
 
 def _row_error(parts: Sequence[list[list[float]]], whole: list[list[float]], divisor: float = 1.0) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit import compare
-from lightning_ddp_losses.audit.rank_record import Entry, ModuleInfo, RankRecord, Recording, rows_by_loader
+from lightning_ddp_losses.audit.rank_record import (
+    Entry,
+    ModuleInfo,
+    RankRecord,
+    Recording,
+    mean_of_gradients,
+    rows_by_loader,
+)
 from lightning_ddp_losses.audit.runs import Runs
 from lightning_ddp_losses.audit.targets import CountedTargets
 from lightning_ddp_losses.audit.terms import term_off, terms_off
@@ -166,26 +173,25 @@ class AuditContext:
 
         It is 1 if DDP averages local losses, or W if a local loss is multiplied by W. None if the gradients are not a multiple of the mean.
         """
-        if self.info.automatic:  # in manual optimisation, one process cannot be made to accumulate
-            comparison = self._compare(self.ranks, self._local_mean)
+        for mean in self._local_means():
+            comparison = self._compare(self.ranks, mean)
             if self._is_equal_so_far(comparison):
                 return 1.0
             rows = [row for row in comparison.rows if row.step == 1 and not row.noise]
             common = _common_factor(rows) if self.step == 1 else None
             if common is not None and math.isclose(common, self.W, rel_tol=1e-3):
                 return float(self.W)
-        # if a step changes a buffer, the second batch of that process uses another buffer. So compare one process for each rank
-        return next((factor for factor in (1.0, float(self.W)) if self._is_mean_alone(self.ranks, factor)), None)
+        return None
 
-    def _is_mean_alone(self, of: Recording, factor: float = 1.0) -> bool:
-        """Return whether gradients of the first step are a multiple of the mean of the gradients of separate processes for each rank.
-
-        Returns False if the runs first differ at a later step, or if one process could draw other random numbers than the ranks, which
-        would also explain the difference.
-        """
-        if self.step > 1 or (self.info.automatic and self.used_rng):
-            return False
-        return compare.is_mean_of(self.single_ranks, of, self.runs.allowed(self.off), factor)
+    def _local_means(self) -> Iterator[Recording]:
+        """Yield recordings with the mean of the ranks' local gradients, up to the first step that differs."""
+        # one process that averages the local losses. In manual optimisation, it cannot be made to accumulate
+        if self.info.automatic:
+            yield self._replay("local", accumulate=self.W)
+        # if a step changes a buffer, the second batch of that process uses another buffer. So use one process for each rank, unless it
+        # may draw other random numbers
+        if self.step == 1 and not (self.info.automatic and self.used_rng):
+            yield mean_of_gradients(self.single_ranks)
 
     @property
     def is_local_mean(self) -> bool:
@@ -195,14 +201,7 @@ class AuditContext:
     @cached_property
     def local_mean_is_right(self) -> bool:
         """Whether the mean of the local gradients is the gradient of one process, up to the first step that differs."""
-        if self.info.automatic and self._is_equal_so_far(self._compare(self._local_mean, self.one)):
-            return True
-        return self._is_mean_alone(self.one)
-
-    @cached_property
-    def _local_mean(self) -> Recording:
-        """One process that averages the local losses of the ranks."""
-        return self._replay("local", accumulate=self.W)
+        return any(self._is_equal_so_far(self._compare(mean, self.one)) for mean in self._local_means())
 
     @cached_property
     def single_ranks(self) -> Sequence[Recording]:
@@ -238,25 +237,34 @@ class AuditContext:
     def _traced_ranks(self) -> Sequence[RankRecord]:
         return self._traced[0].records if self._traced else []
 
+    @cached_property
+    def _first_traced(self) -> compare.TracedDifference | None:
+        """The first difference between the traced runs."""
+        if not self._traced:
+            return None
+        ranks, one = self._traced
+        return compare.first_traced_difference(ranks, one, min(0.1, 256 * self.runs.unit))
+
     def first_traced_difference(self) -> str:
         """Return where activations or gradients differ first, in forward order, as a sentence."""
         if not self._traced:
             return "(Activations of micro-batches are not compared with those of whole windows.)"
-        ranks, one = self._traced
-        return compare.first_traced_difference(ranks, one, self._traced_tolerance)
+        if self._first_traced is None:
+            return (
+                "Activations and gradients of all modules that give one row per sample agree; "
+                "what parts is inside the loss or beside the modules."
+            )
+        what, call, error = self._first_traced
+        where = "in forward order"
+        if what == "Gradients":
+            where = "from the loss backwards; all activations that are rows agree"
+        return f"{what} part first at `{call.name}` ({call.kind}), by {error:.2g}, {where}."
 
     @property
     def parts_at_local_norm(self) -> bool:
         """Whether activations first differ at a batch norm with the statistics of one rank."""
-        if not self._traced:
-            return False
-        ranks, one = self._traced
-        odd = compare.first_odd_activation(ranks, one, self._traced_tolerance)
-        return odd is not None and odd[0].name in self.local_norms
-
-    @property
-    def _traced_tolerance(self) -> float:
-        return min(0.1, 256 * self.runs.unit)
+        found = self._first_traced
+        return found is not None and found.what == "Activations" and found.call.name in self.local_norms
 
     @cached_property
     def cut_lines(self) -> list[list[str]]:
@@ -310,9 +318,9 @@ class AuditContext:
         return self.runs.target.by_trainer
 
     @property
-    def fingerprints_by_rank(self) -> list[dict[str, dict[str, int]]]:
-        """Each rank's fingerprints of gradients before the first step that differs, by stage and name."""
-        return [record.fingerprints[self.step - 1] for record in self.ranks.records]
+    def stages_by_rank(self) -> list[dict[str, dict[str, str]]]:
+        """Each rank's digests of gradients before the first step that differs, by stage and name."""
+        return [record.stages[self.step - 1] for record in self.ranks.records]
 
     @property
     def loss_scales(self) -> list[tuple[float | None, ...]]:
@@ -407,11 +415,11 @@ class AuditContext:
 
     @property
     def without_gradient(self) -> list[str]:
-        """Trainable parameters without a gradient at any step in both runs, although the forward of their module was called."""
+        """Trainable parameters without a gradient at any step in both runs."""
         rows = self.comparison.rows
         none = dict.fromkeys(row.parameter for row in rows if row.verdict == "no gradient")
         trained = {row.parameter for row in rows if row.verdict != "no gradient"}
-        return [name for name in none if name not in trained and name in self.record.called_parameters]
+        return [name for name in none if name not in trained]
 
     @property
     def desynchronized(self) -> list[compare.ComparedRow]:

@@ -354,7 +354,7 @@ class FitRecorder(Recorder, Callback):
         def count(calls: int, *_: Any) -> None:
             self.record.foreign_backwards += calls
 
-        record_reduced = functools.partial(self._record_fingerprints, "reduced", trainer, module)
+        record_reduced = functools.partial(self._record_stage, "reduced", trainer, module)
         wrap_function(trainer.strategy, "backward", before=functools.partial(count, -1), after=record_reduced)
         self.before_backward(functools.partial(count, 1))
 
@@ -364,7 +364,7 @@ class FitRecorder(Recorder, Callback):
 
         def record() -> None:
             if training_step.is_running:
-                self._record_fingerprints("clipped", trainer, module)
+                self._record_stage("clipped", trainer, module)
 
         for name in CLIPS:
             wrap_function(nn.utils, name, before=record)
@@ -385,9 +385,9 @@ class FitRecorder(Recorder, Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the gradients that DDP has reduced, before the module's own hook."""
-        self._record_fingerprints("backward", trainer, pl_module)
+        self._record_stage("backward", trainer, pl_module)
 
-    def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+    def _record_stage(self, stage: str, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.see_gradients(stage, parameters_by_name(trainer, module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -445,16 +445,15 @@ class FitRecorder(Recorder, Callback):
         paths: dict[int, str] = {}
         for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
             paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
-        # blocks of tensors that are divided over the ranks by design
-        tensors = [*parameters.items(), *module.named_buffers()]
-        tagged = {name: shard_of(tensor) for name, tensor in tensors}
+        # blocks of parameters that are divided over the ranks by design
+        tagged = {name: shard_of(parameter) for name, parameter in parameters.items()}
         injecting = lightning_compat.injects_distributed_sampler(trainer)
         self.describe(
             module,
             parameters,
             trainer.optimizers,
             aliases={name: paths[id(p)] for name, p in parameters.items() if id(p) in paths},
-            shards={name: [shard.start, shard.dim] for name, shard in tagged.items() if shard is not None},
+            shards={name: shard for name, shard in tagged.items() if shard is not None},
             automatic=module.automatic_optimization,
             accumulate=trainer.accumulate_grad_batches,
             clip=trainer.gradient_clip_val,

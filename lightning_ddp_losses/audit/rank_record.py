@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightning_ddp_losses.audit.loss_verdicts import LossVerdict
 from lightning_ddp_losses.audit.targets import CountedTargets
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes
+from lightning_ddp_losses.distributed.shard import ClassShard
 
 PIECE = 1 << 18
 """Number of elements that are in memory at a time when tensors are compared."""
@@ -88,7 +89,7 @@ class ModuleInfo:
         owners: ``"encoder"``, ``"unregistered"``, or the loss that a parameter belongs to, by parameter.
         aliases: Path under which an unregistered parameter was found, by its name in the optimizer.
         unoptimized: Trainable parameters that are not in any optimizer.
-        shards: First class and dimension of this rank's block, for tensors that are divided over the ranks by design.
+        shards: This rank's block, for parameters that are divided over the ranks by design.
         caches: Buffers that are not saved in a checkpoint. They may differ between ranks.
         module_types: Full class name of each submodule.
         pair_losses: Losses that are known to compare the rows of a batch with each other, but do not gather them.
@@ -109,7 +110,7 @@ class ModuleInfo:
     owners: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     unoptimized: list[str] = field(default_factory=list)
-    shards: dict[str, list[int]] = field(default_factory=dict)
+    shards: dict[str, ClassShard] = field(default_factory=dict)
     caches: list[str] = field(default_factory=list)
     module_types: dict[str, str] = field(default_factory=dict)
     pair_losses: list[str] = field(default_factory=list)
@@ -144,7 +145,7 @@ class RankRecord:
         norms_in_training: Class of each batch norm at the first batch.
         foreign_backwards: Number of calls of ``Tensor.backward`` that bypassed Lightning's strategy.
         metric_losses: Metrics of torchmetrics that returned a value with gradient.
-        fingerprints: Fingerprints of the gradients before each step, by stage and name, on ranks only. ``"backward"`` is after backward,
+        stages: Digests of the gradients before each step, by stage and name, on ranks only. ``"backward"`` is after backward,
             when DDP has reduced its gradients. ``"reduced"`` is after the strategy's whole backward, when this package has reduced its
             gradients, or before a loop clips. ``"hooked"`` is after the module's ``on_before_optimizer_step``, ``"used"`` after the step.
         parameter_events: First event of a parameter after the wrap (``"replaced after the wrap"``), by name.
@@ -170,7 +171,7 @@ class RankRecord:
     norms_in_training: dict[str, str] = field(default_factory=dict)
     foreign_backwards: int = 0
     metric_losses: list[str] = field(default_factory=list)
-    fingerprints: list[dict[str, dict[str, int]]] = field(default_factory=list)
+    stages: list[dict[str, dict[str, str]]] = field(default_factory=list)
     parameter_events: dict[str, str] = field(default_factory=dict)
     trace: list[ModuleCall] = field(default_factory=list)
     called_parameters: list[str] = field(default_factory=list)
@@ -301,31 +302,40 @@ class Recording:
         """List the names on any rank, in order."""
         return list(dict.fromkeys(chain.from_iterable(self.entries(rank, step, kind) for rank in range(self.ranks))))
 
-    def shard_places(self, name: str) -> list[list[int]] | None:
-        """Return first class and dimension of each rank's block, or None if the tensor is not divided over the ranks by design."""
-        found = [record.module_info.shards.get(name) for record in self.records]
-        places = [place for place in found if place is not None]
-        return places if len(places) == self.ranks else None
-
-    def joined_shards(self, step: int, kind: Kind, name: str) -> Tensor | None:
-        """Join the ranks' blocks to one tensor, or return None if there are no blocks."""
-        places, entries = self.shard_places(name), self.entries_of(step, kind, name)
-        if places is None or not all(entry.exists for entry in entries):
-            return None
-        # use each block once, although several ranks may store it, and skip ranks without classes
-        dim = places[0][1]
-        by_start: dict[int, Entry] = {}
-        for (start, _), entry in zip(places, entries, strict=True):
-            if entry.shape[dim]:
-                by_start.setdefault(start, entry)
-        # blocks are joined in the order of their classes, which may differ from the order of the ranks
-        return torch.cat([by_start[start].tensor() for start in sorted(by_start)], dim=dim)
-
-    def stored_shards(self, step: int, kind: Kind, name: str) -> Entry | None:
-        """Return the entry of ``joined_shards``."""
-        joined = self.joined_shards(step, kind, name)
-        return None if joined is None else store_tensor(joined, self.folder)
-
     def ranks_agree(self, step: int, kind: Kind, name: str) -> bool:
         """Return whether all ranks have the tensor with the same bits, or none has it."""
         return len({entry.digest for entry in self.entries_of(step, kind, name)}) == 1
+
+
+def join_blocks_(recording: Recording) -> None:
+    """Replace the ranks' blocks of a parameter that is divided over the ranks by the whole parameter, on each rank."""
+    of_ranks = [record.module_info.shards for record in recording.records]
+    for name in set(of_ranks[0]).intersection(*of_ranks):
+        shards = [of_rank[name] for of_rank in of_ranks]
+        for step, kind in recording.records[0].tensors:
+            entries = recording.entries_of(step, kind, name)
+            if not all(entry.exists for entry in entries):
+                continue
+            # use each block once, although several ranks may store it, and skip ranks without classes
+            by_start: dict[int, Entry] = {}
+            for shard, entry in zip(shards, entries, strict=True):
+                if shard.classes:
+                    by_start.setdefault(shard.start, entry)
+            # blocks are joined in the order of their classes, which may differ from the order of the ranks
+            blocks = [by_start[start].tensor() for start in sorted(by_start)]
+            whole = store_tensor(torch.cat(blocks, dim=shards[0].dim), recording.folder)
+            for record in recording.records:
+                record.tensors[step, kind][name] = whole
+
+
+def mean_of_gradients(parts: Sequence[Recording]) -> Recording:
+    """Return a recording of one process whose gradients at step 1 are the means of those in several runs of one process."""
+    means = {}
+    for name in parts[0].names(1, "gradient"):
+        entries = [part.entry(0, 1, "gradient", name) for part in parts]
+        mean = None
+        if len({(entry.exists, entry.shape) for entry in entries}) == 1 and entries[0].exists:
+            tensors = [entry.tensor() for entry in entries]
+            mean = torch.stack(tensors).to(torch.promote_types(tensors[0].dtype, torch.float64)).mean(0)
+        means[name] = store_tensor(mean, parts[0].folder)
+    return Recording(parts[0].folder, [RankRecord(steps=1, tensors={(1, "gradient"): means})])

@@ -34,7 +34,6 @@ from lightning_ddp_losses.core import inputs, torch_compat
 from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
-from lightning_ddp_losses.distributed.fingerprint import fingerprints
 from lightning_ddp_losses.distributed.user_line import users_line
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
@@ -69,7 +68,7 @@ class Recorder:
         self.run, self.folder, self.rank = run, folder, rank
         self.record = rank_record.RankRecord()
         self._trace: CollectiveTrace | None = None  # trace of the batches that are being trained on
-        self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the next step, by stage
+        self._stages: dict[str, dict[str, str]] = {}  # digests of the gradients of the next step, by stage
         self._terms = TermSwitch(terms_off(run.without))
         by_row = run.by_row and "randomness" not in run.without
         self._draws = TrainingSteps(takes_blocks=True, by_row=by_row)
@@ -291,8 +290,8 @@ class Recorder:
 
     @beside_the_step()
     def see_gradients(self, stage: str, named: Mapping[str, nn.Parameter]) -> None:
-        """Store fingerprints of gradients before the step, by a stage of ``RankRecord.fingerprints``."""
-        self._stages[stage] = self._gradient_fingerprints(named)
+        """Store digests of gradients before the step, by a stage of ``RankRecord.stages``."""
+        self._stages[stage] = self._gradient_digests(named)
 
     @beside_the_step()
     def record_gradients(
@@ -308,7 +307,7 @@ class Recorder:
         self.record.steps += 1
         self.write(self.record.steps, "gradient", [(name, parameter.grad) for name, parameter in named.items()])
         self.write(self.record.steps, "forward buffer", self._module.named_buffers())
-        self.record.fingerprints.append({**self._stages, "hooked": self._gradient_fingerprints(named)})
+        self.record.stages.append({**self._stages, "hooked": self._gradient_digests(named)})
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.record.learning_rates.append(rates)
         self.record.loss_scales.append(loss_scale)
@@ -316,7 +315,7 @@ class Recorder:
     @beside_the_step()
     def record_used(self, named: Mapping[str, nn.Parameter]) -> None:
         """Record the gradients after the step."""
-        self.record.fingerprints[-1]["used"] = self._gradient_fingerprints(named)
+        self.record.stages[-1]["used"] = self._gradient_digests(named)
 
     @beside_the_step()
     def record_parameters(self, step: int, named: Mapping[str, nn.Parameter], module: nn.Module) -> None:
@@ -324,17 +323,15 @@ class Recorder:
         self.write(step, "parameter", named.items())
         self.write(step, "buffer", module.named_buffers())
 
-    def _gradient_fingerprints(self, named: Mapping[str, nn.Parameter]) -> dict[str, int]:
-        """Return fingerprints of gradients by name. The result is empty in one process, because there are no peers to compare with.
+    def _gradient_digests(self, named: Mapping[str, nn.Parameter]) -> dict[str, str]:
+        """Return digests of gradients by name. The result is empty in one process, because there are no peers to compare with.
 
         Gradients that ``fully_shard`` divides are excluded, because each rank has a different part.
         """
-        given = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
-        gradients = {n: g for n, g in given.items() if g.layout == torch.strided and not isinstance(g, DTensor)}
         if not self.run.ranks:
             return {}
-        parts = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients.values()]
-        return dict(zip(gradients, fingerprints(parts), strict=True))
+        given = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+        return {name: rank_record.tensor_digest(grad) for name, grad in given.items() if not isinstance(grad, DTensor)}
 
 
 def wrap_function(
@@ -383,20 +380,22 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
     source = run.start
     if source is None:
         return
+    shards = source.records[rank].module_info.shards if run.ranks else {}
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        # a block of a sharded parameter is copied from the same rank. One process uses the joined blocks
-        sharded = source.shard_places(name) is not None
-        entry = source.entry(rank if sharded else 0, 0, "initial", name)
-        joined = None if run.ranks else source.joined_shards(0, "initial", name)
-        shape = entry.shape if joined is None else tuple(joined.shape)
-        if not entry.exists or shape != tuple(tensor.shape):
+        entry = source.entry(0, 0, "initial", name)
+        if not entry.exists:
+            continue
+        start = entry.tensor()
+        if name in shards:
+            start = shards[name].own_part(start)
+        if start.shape != tensor.shape:
             continue
         with torch.no_grad():
             if isinstance(tensor, DTensor):  # copy this rank's part, without communication
                 mesh, placements = tensor.device_mesh, tensor.placements
-                tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
-            elif joined is not None or entry.digest != rank_record.tensor_digest(tensor):
-                tensor.copy_(entry.tensor() if joined is None else joined)
+                tensor.copy_(distribute_tensor(start, mesh, placements, src_data_rank=None))
+            elif entry.digest != rank_record.tensor_digest(tensor):
+                tensor.copy_(start)
 
 
 # ---------------------------------------------------------------------- descriptions

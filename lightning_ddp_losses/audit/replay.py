@@ -414,31 +414,16 @@ def join_batches(
             children.append(join_batches(parts, rows_of_loader, choose, path + keys[0]))
         return rebuild_nest(batches[0], children)
     # one loader
+    if len(batches) == 1 and choose is None:
+        return batches[0]
     pairs = zip(batches, known, strict=True)
     counts = [count_rows(batch, None if isinstance(rows, list) else rows) for batch, rows in pairs]
-    joined = batches[0] if len(batches) == 1 else _Join(batches, counts).join(batches, path)
-    if choose is None:
-        return joined
-    numbers = [count or 0 for count in counts]
-    return take_rows(joined, choose(numbers), sum(numbers))
+    return _Join(batches, counts, choose).join(batches, path)
 
 
-def take_rows(batch: Any, places: Sequence[int], hint: rank_record.RowCount = None) -> Any:
+def take_rows(batch: Any, places: Sequence[int]) -> Any:
     """Select the rows at ``places``. Parts that are not rows are unchanged."""
-    rows = count_rows(batch, hint)
-    sample_lists = _has_sample_lists(batch, rows)
-
-    def cut(tree: Any) -> Any:
-        if _are_rows(tree, rows, sample_lists):
-            return [tree[place] for place in places]
-        if is_array(tree) and tree.ndim and tree.shape[0] == rows:
-            return tree[list(places)]
-        children = children_of(tree)
-        if children is None:
-            return tree
-        return rebuild_nest(tree, [cut(child) for _, child in children])
-
-    return cut(batch)
+    return join_batches([batch], choose=lambda _: list(places))
 
 
 class _Join:
@@ -447,10 +432,14 @@ class _Join:
     Args:
         batches: One batch for each rank.
         counts: Number of rows in each batch.
+        choose: Selects rows of the joined batch. If None, all rows are used.
     """
 
-    def __init__(self, batches: Sequence[Any], counts: list[rank_record.RowCount]) -> None:
+    def __init__(
+        self, batches: Sequence[Any], counts: list[rank_record.RowCount], choose: Choice | None = None
+    ) -> None:
         self.counts = counts
+        self.places = None if choose is None else choose([count or 0 for count in counts])
         pairs = zip(batches, counts, strict=True)
         self.sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
 
@@ -470,7 +459,8 @@ class _Join:
         # lists with one element for each row
         lengths_fit = isinstance(first, list) and [len(item) for item in items] == self.counts
         if lengths_fit and _are_rows(first, self.counts[0], self.sample_lists):
-            return list(chain.from_iterable(items))
+            rows = list(chain.from_iterable(items))
+            return rows if self.places is None else [rows[place] for place in self.places]
         # plain values
         if children_of(first) is None:
             if all(_is_same(item, first) for item in items):
@@ -493,7 +483,8 @@ class _Join:
         # tensors of rows have equal dimensions except the first, which is the number of rows in the batch
         alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
         if alike and [item.shape[0] for item in items] == self.counts:
-            return torch.cat(list(items))
+            joined = torch.cat(list(items))
+            return joined if self.places is None else joined[self.places]
         # other tensors must be equal on all ranks: class weights, a temperature
         if all(_is_same(item, first) for item in items):
             return first
@@ -504,12 +495,14 @@ class _Join:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     if isinstance(one, Tensor):
         return rank_record.tensor_digest(one) == rank_record.tensor_digest(other)
     try:
         return bool(one == other)
     except Exception:  # parts that cannot be compared are equal only if they are the same object
-        return one is other
+        return False
 
 
 def _cannot_join(path: str, expected: str, ranks: list[str]) -> InputError:

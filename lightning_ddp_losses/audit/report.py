@@ -299,13 +299,15 @@ def _with_folder(path: Path | str) -> Path:
 
 # ---------------------------------------------------------------------- the figure
 
-_MARKS = {
-    "exact": ("o", "tab:blue"),
-    "wrong scale": ("^", "tab:orange"),
-    "wrong direction": ("X", "tab:red"),
-    "unclear": ("D", "tab:olive"),
-    "missing": ("s", "tab:purple"),
-    "not finite": ("P", "black"),
+# style of each verdict
+_MARKS: dict[str, dict[str, str]] = {
+    "exact": {"marker": "o", "color": "tab:blue"},
+    "wrong scale": {"marker": "^", "color": "tab:orange"},
+    "wrong direction": {"marker": "X", "color": "tab:red"},
+    "unclear": {"marker": "D", "color": "tab:olive"},
+    "missing": {"marker": "s", "color": "tab:purple"},
+    "not finite": {"marker": "P", "color": "black"},
+    "zero up to rounding": {"facecolors": "white", "edgecolors": "tab:blue"},
 }
 _NAMED = 40  # largest number of parameters whose names fit under the axis
 _LOW, _HIGH = 1 / 16, 16.0  # edges of the axis of ratios
@@ -344,11 +346,9 @@ def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> No
             axes.scatter(at, [heights[i] for i in at], label=f"{label} ({len(at)})", **style)
 
     # a mark for each verdict, and a ring if the ranks differ
-    for verdict, (marker, color) in _MARKS.items():
-        at = [i for i, row in enumerate(rows) if row.verdict == verdict and not row.noise]
-        scatter(verdict, at, marker=marker, color=color, s=62, zorder=3)
-    hollow = {"facecolors": "white", "edgecolors": "tab:blue", "s": 62, "zorder": 3}
-    scatter("zero up to rounding", [i for i, row in enumerate(rows) if row.noise], **hollow)
+    verdicts = ["zero up to rounding" if row.noise else row.verdict for row in rows]
+    for verdict, style in _MARKS.items():
+        scatter(verdict, [i for i, of_row in enumerate(verdicts) if of_row == verdict], s=62, zorder=3, **style)
     ring = {"facecolors": "none", "edgecolors": "black", "s": 190, "zorder": 2}
     scatter("ranks disagree", [i for i, row in enumerate(rows) if not row.ranks_agree], **ring)
     # ratios that are usual: equal, W times, 1/W

@@ -99,7 +99,7 @@ def never_reduced(context: AuditContext) -> Iterator[Diagnosis]:
 
 def clipped_before_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: each rank clips its own gradient, and the clipped ones are reduced."""
-    by_rank = context.fingerprints_by_rank
+    by_rank = context.stages_by_rank
     # in a fit, the clipping was done in training_step
     stage, case = ("clipped", "step") if context.by_trainer else ("reduced", "early")
     rows = [row for row in context.wrong if agree_at(by_rank, stage, row.parameter) is False]
@@ -196,7 +196,7 @@ def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: gradients that were equal after the reduction are clipped or changed by some ranks."""
     if first_difference(context.loss_scales) is not None or any(own_backward(context)):
         return
-    by_rank = context.fingerprints_by_rank
+    by_rank = context.stages_by_rank
     apart = [*context.desynchronized, *context.desynchronized_updates]
     names = list(dict.fromkeys(row.parameter for row in apart))
     for name in names:
@@ -211,7 +211,7 @@ def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
             return
 
 
-def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> str:
+def _changed_by(by_rank: Sequence[dict[str, dict[str, str]]], stage: str, name: str) -> str:
     """Name the ranks that changed their gradient after the reduction."""
     earlier = "reduced"
     if not agree_at(by_rank, earlier, name):
@@ -225,7 +225,7 @@ def changed_outside_step(context: AuditContext) -> Iterator[Diagnosis]:
     apart = context.desynchronized_updates
     if not apart or _scales_or_rates_differ(context) or any(unequal_start(context)):
         return
-    if all(agree_at(context.fingerprints_by_rank, "used", row.parameter) for row in apart):
+    if all(agree_at(context.stages_by_rank, "used", row.parameter) for row in apart):
         yield context.diagnosis("SYNC", about=apart)
 
 

@@ -34,7 +34,7 @@ import torch
 
 from lightning_ddp_losses import errors
 from lightning_ddp_losses.audit.compare import COARSE, Tolerances, measure_tolerances
-from lightning_ddp_losses.audit.rank_record import RankRecord, Recording
+from lightning_ddp_losses.audit.rank_record import RankRecord, Recording, join_blocks_
 from lightning_ddp_losses.audit.replay import Perturbation, Run, Target, plan_replay
 from lightning_ddp_losses.core.faults import FAULTS
 
@@ -286,6 +286,7 @@ class Runs:
         for run in new:
             records = [answer for (of_run, _), answer in zip(parts, answers, strict=True) if of_run is run]
             self._made[run.name] = Recording(self._folder_of(run), records)
+            join_blocks_(self._made[run.name])
         return [self._made[run.name] for run in runs]
 
     def _folder_of(self, run: Run) -> Path:

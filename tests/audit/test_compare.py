@@ -106,6 +106,17 @@ def test_in_16_bits_a_verdict_follows_from_the_spread(tmp_path: Path, step: int,
     assert bool(found.unclear) == (verdict == "unclear")
 
 
+def test_a_parameter_that_rests_in_one_step_is_compared_in_the_next(tmp_path: Path) -> None:
+    runs = []
+    for name, factor in (("ranks", 2.0), ("one", 1.0)):
+        found = recording(tmp_path / name, TRUTH, step=2)
+        for step, kind, weight in ((0, "initial", TRUTH), (1, "parameter", TRUTH), (2, "parameter", TRUTH + factor)):
+            found.records[0].tensors[step, kind] = {"w": store_tensor(weight, tmp_path / name)}  # type: ignore[index]
+        runs.append(found)
+    updates = compare(*runs, Tolerances(1e-9)).updates
+    assert [row.verdict for row in updates] == ["exact", "wrong scale"]
+
+
 def test_the_same_bits_are_stored_once(tmp_path: Path) -> None:
     found = recording(tmp_path, TRUTH, TRUTH.clone(), 2 * TRUTH)
     assert len(list(tmp_path.iterdir())) == 2
