@@ -16,6 +16,7 @@ user can fix.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.facts.fact import Numbers, decode, encode
+from lightning_ddp_losses.callbacks.facts.fact import columns_of
 from lightning_ddp_losses.callbacks.facts.user_rows import facts_of_rows
 from lightning_ddp_losses.callbacks.findings import (
     FAILED,
@@ -81,16 +82,21 @@ class StageFacts:
         self.found: list[Finding] = []
         self.failure = ""
 
-    def entries_(self) -> list[Numbers | str | None]:
-        """Return the entries of the note: a hash of this rank's findings, and the numbers of each fact. Repeated calls are allowed."""
-        further: list[None] = [None] * len(self.facts)
+    def entry_(self) -> str:
+        """Return the entry of the note: null if no numbers are pending, the error of a check that failed, or a list.
+
+        The list contains a hash of this rank's findings and the values of each fact. Repeated calls are allowed.
+
+        Raises:
+            TypeError: for a value that JSON does not have.
+        """
         if self.failure:
-            return [self.failure, *further]
+            return json.dumps(self.failure)
         if self.numbers is None:
-            return [None, *further]
+            return "null"
         self.numbers = [numbers() if callable(numbers) else numbers for numbers in self.numbers]
         own = hash_text(json.dumps(texts_of(self.found))) if self.found else 0
-        return [{"own findings": own}, *self.numbers]
+        return json.dumps([own, *(None if numbers is None else [*numbers.values()] for numbers in self.numbers)])
 
 
 class RowExchange:
@@ -290,29 +296,17 @@ class RowExchange:
 
         Both remain pending until they are judged, because an error of a peer may end the exchange.
         """
-        entries: list[Numbers | str | None] = []
+        entries: list[str] = []
         for facts in due:
             if id(facts.check) not in self._failures:
                 try:
-                    entries += facts.entries_()
+                    entries.append(facts.entry_())
                     continue
                 except Exception as error:
                     self.note_failure(facts.check, "measure", error)
-            facts.failure, facts.numbers = self._failures.pop(id(facts.check)), []
-            entries += facts.entries_()
-        try:
-            return encode(entries)
-        except (TypeError, OverflowError):
-            self._find_unsendable(due)
-            return self.pack(due)
-
-    def _find_unsendable(self, due: Sequence[StageFacts]) -> None:
-        """Store a failure for each check with a value that cannot be sent as a number."""
-        for facts in due:
-            try:
-                encode(facts.entries_())
-            except (TypeError, OverflowError) as error:
-                self.note_failure(facts.check, "measure", error)
+            facts.failure = self._failures.pop(id(facts.check))
+            entries.append(facts.entry_())
+        return f"[{', '.join(entries)}]".encode()
 
     def exchange(self, due: Sequence[StageFacts], step: int, *, place: str = "") -> None:
         """Exchange the pending facts of one stage, and judge them.
@@ -338,24 +332,28 @@ class RowExchange:
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
-        own = [(facts, facts.numbers, facts.found, facts.failure) for facts in due]
+        own = [(facts, facts.numbers, facts.found) for facts in due]
         for facts in due:
             facts.numbers, facts.failure = None, ""
-        parts = iter(decode(notes))
+        # after a step, the notes of healthy ranks are equal and decoded once
+        decode = functools.cache(json.loads)
+        entries_by_check = zip(*map(decode, notes), strict=True)
         found: list[tuple[Check, Finding]] = []
-        for facts, numbers, of_rank, failure in own:
+        for (facts, numbers, of_rank), entries in zip(own, entries_by_check, strict=True):
             check = facts.check
-            head = next(parts)
-            columns = [next(parts) for _ in facts.facts]
-            if isinstance(head, dict):
-                found += placed(check, [self._failed(check, head)], step, place)
-            elif head is not None and numbers is not None and not failure:
-                judged = of_rank
-                if len(set(head[0])) > 1:
-                    judged = self._combine_local(check, of_rank, head[0])
-                judged = judged + self._apply(facts, numbers, columns)
-                if judged:
-                    found += placed(check, judged, facts.step, self.names[facts.stage])
+            failures = {rank: entry for rank, entry in enumerate(entries) if isinstance(entry, str)}
+            if failures:
+                found += placed(check, [self._failed(check, failures)], step, place)
+                continue
+            if numbers is None or None in entries:
+                continue
+            hashes, *values = zip(*entries, strict=True)
+            judged = of_rank
+            if len(set(hashes)) > 1:
+                judged = self._combine_local(check, of_rank, hashes)
+            judged = judged + self._apply(facts, numbers, values)
+            if judged:
+                found += placed(check, judged, facts.step, self.names[facts.stage])
         if found:
             self.report_findings(self._complete(found))
 
@@ -369,14 +367,14 @@ class RowExchange:
             self._explained[key] = findings_of_texts(self.gather_json("texts about findings", texts_of(local)))
         return self._explained[key]
 
-    def _apply(self, facts: StageFacts, numbers: Sequence[Any], parts: Sequence[Any]) -> list[Finding]:
+    def _apply(self, facts: StageFacts, numbers: Sequence[Any], values: Sequence[Any]) -> list[Finding]:
         """Apply the rules of a check. If a rule fails only on this rank, its error is sent at the next exchange of the check."""
         found: list[Finding] = []
         try:
-            for fact, names, values in zip(facts.facts, numbers, parts, strict=True):
-                if values is None:
+            for fact, names, values_by_rank in zip(facts.facts, numbers, values, strict=True):
+                if None in values_by_rank:
                     continue
-                columns = dict(zip(names, values, strict=False))
+                columns = columns_of(names, values_by_rank)
                 if fact.see is not None:
                     fact.see(facts.check, columns)
                 if fact.rule is not None and not fact.is_healthy(columns):

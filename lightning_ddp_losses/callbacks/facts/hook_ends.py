@@ -199,7 +199,7 @@ class EpochEnd:
 
     def take(self, columns: Columns) -> None:
         """Store the names that are pending on all ranks, and whether the epoch end is over."""
-        names = columns["waiting"]
+        names = [tuple(of_rank) for of_rank in columns["waiting"]]
         common = set.intersection(*map(set, names))
         self._common = {name for name in self.waiting if hash_text(name) in common}
         self._is_over = all(columns["is_last"]) and len(set(names)) == 1
