@@ -43,7 +43,6 @@ from lightning_ddp_losses.callbacks.findings import (
 from lightning_ddp_losses.callbacks.report import Report
 from lightning_ddp_losses.core.autograd_graph import parameters_without_gradient
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
 from lightning_ddp_losses.distributed.store_exchange import StoreExchange
@@ -69,34 +68,31 @@ class StageFacts:
         stage: Stage of the run.
         facts: Facts of the check at this stage, equal on all ranks.
         step: Step of the last numbers. -1 before the first ones.
-        numbers: For each fact its numbers, a function that returns them when they are sent, or None. None if no numbers are pending.
+        numbers: For each fact its numbers, a function that returns them when they are sent, or None. The error of a check that failed,
+            as a text. None if nothing is pending.
         found: Findings that this rank made without its peers while reading.
-        failure: Error of the check, which is sent in place of the numbers. Empty if the check has not failed.
     """
 
     def __init__(self, check: Check, stage: CheckStage) -> None:
         self.check, self.stage = check, stage
-        self.facts = [fact for fact in (*check.facts, *facts_of_rows(check)) if fact.stage == stage]
+        self.facts = [fact for fact in (*check.facts, *facts_of_rows(check)) if stage in fact.stages]
         self.step = -1
-        self.numbers: list[Any] | None = None
+        self.numbers: list[Any] | str | None = None
         self.found: list[Finding] = []
-        self.failure = ""
 
     def entry_(self) -> str:
-        """Return the entry of the note: null if no numbers are pending, the error of a check that failed, or a list.
+        """Return the entry of the note: null if nothing is pending, the error of a check that failed, or a list.
 
-        The list contains a hash of this rank's findings and the values of each fact. Repeated calls are allowed.
+        The list contains the texts of this rank's findings and the values of each fact. Repeated calls are allowed.
 
         Raises:
             TypeError: for a value that JSON does not have.
         """
-        if self.failure:
-            return json.dumps(self.failure)
-        if self.numbers is None:
-            return "null"
+        if not isinstance(self.numbers, list):
+            return json.dumps(self.numbers)
         self.numbers = [numbers() if callable(numbers) else numbers for numbers in self.numbers]
-        own = hash_text(json.dumps(texts_of(self.found))) if self.found else 0
-        return json.dumps([own, *(None if numbers is None else [*numbers.values()] for numbers in self.numbers)])
+        values = (None if numbers is None else [*numbers.values()] for numbers in self.numbers)
+        return json.dumps([texts_of(self.found), *values])
 
 
 class RowExchange:
@@ -281,7 +277,7 @@ class RowExchange:
         for facts in due:
             check = facts.check
             facts.step = step
-            if id(check) in self._failures:
+            if id(check) in self._failures or isinstance(facts.numbers, str):  # its error is sent first
                 continue
             check._found = found = list[Finding]()
             try:
@@ -304,7 +300,7 @@ class RowExchange:
                     continue
                 except Exception as error:
                     self.note_failure(facts.check, "measure", error)
-            facts.failure = self._failures.pop(id(facts.check))
+            facts.numbers = self._failures.pop(id(facts.check))
             entries.append(facts.entry_())
         return f"[{', '.join(entries)}]".encode()
 
@@ -334,7 +330,7 @@ class RowExchange:
         """
         own = [(facts, facts.numbers, facts.found) for facts in due]
         for facts in due:
-            facts.numbers, facts.failure = None, ""
+            facts.numbers = None
         # after a step, the notes of healthy ranks are equal and decoded once
         decode = functools.cache(json.loads)
         entries_by_check = zip(*map(decode, notes), strict=True)
@@ -345,27 +341,17 @@ class RowExchange:
             if failures:
                 found += placed(check, [self._failed(check, failures)], step, place)
                 continue
-            if numbers is None or None in entries:
+            if not isinstance(numbers, list) or None in entries:
                 continue
-            hashes, *values = zip(*entries, strict=True)
+            texts, *values = zip(*entries, strict=True)
             judged = of_rank
-            if len(set(hashes)) > 1:
-                judged = self._combine_local(check, of_rank, hashes)
+            if any(own_texts != texts[0] for own_texts in texts):
+                judged = findings_of_texts(texts)
             judged = judged + self._apply(facts, numbers, values)
             if judged:
                 found += placed(check, judged, facts.step, self.names[facts.stage])
         if found:
             self.report_findings(self._complete(found))
-
-    def _combine_local(self, check: Check, local: list[Finding], hashes: Sequence[int]) -> list[Finding]:
-        """Merge the findings that each rank made without its peers, if they differ between ranks.
-
-        Communication: one gather. None for findings that were merged before.
-        """
-        key = check.title, str(hashes)
-        if key not in self._explained:
-            self._explained[key] = findings_of_texts(self.gather_json("texts about findings", texts_of(local)))
-        return self._explained[key]
 
     def _apply(self, facts: StageFacts, numbers: Sequence[Any], values: Sequence[Any]) -> list[Finding]:
         """Apply the rules of a check. If a rule fails only on this rank, its error is sent at the next exchange of the check."""

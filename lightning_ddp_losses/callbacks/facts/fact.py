@@ -23,11 +23,11 @@ Columns: TypeAlias = "dict[str, Sequence[Any]]"
 
 @dataclass(frozen=True)
 class Fact:
-    """Numbers that ranks compare at one stage.
+    """Numbers that ranks compare at one or several stages.
 
     Attributes:
         name: Name of the numbers.
-        stage: Stage of the run at which they are read.
+        stage: Stage of the run at which they are read, or several stages.
         read: Function of the check that returns the numbers of this rank, without communication. It may return a function, which is called
             when the numbers are sent. After a step that is one step later, when copies from a device have been completed. It may return
             None if there are no numbers in this step.
@@ -40,12 +40,17 @@ class Fact:
     """
 
     name: str
-    stage: CheckStage
+    stage: CheckStage | tuple[CheckStage, ...]
     read: Callable[[Any], Numbers | Callable[[], Numbers] | None]
     rule: Callable[[Columns], list[Finding]] | None = None
     see: Callable[[Any, Columns], None] | None = None
     equal: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> tuple[CheckStage, ...]:
+        """Stages of the run at which the numbers are read."""
+        return self.stage if isinstance(self.stage, tuple) else (self.stage,)
 
     def is_healthy(self, columns: Columns) -> bool:
         """Return whether the columns in ``equal`` and ``zero`` imply that the rule finds nothing."""
