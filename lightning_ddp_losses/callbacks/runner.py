@@ -52,6 +52,7 @@ class Batch:
     """Events since the last batch ended.
 
     Attributes:
+        step: Number of optimizer steps before it, as loggers count them. It does not change inside a batch.
         stepping: Optimizers that were about to step.
         stepped: Number of steps that were made (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning.
@@ -60,6 +61,7 @@ class Batch:
         is_first: True before the first batch of the fit.
     """
 
+    step: int = 0
     stepping: list[Optimizer] = field(default_factory=list)
     stepped: int = 0
     backwards: int = 0
@@ -82,7 +84,6 @@ class CheckRunner(Callback):
         trainer: Trainer of the fit.
         module: Module that it trains.
         checkpoint: Checkpoint that is being saved or loaded, at SAVE and LOAD.
-        step: Number of optimizer steps so far, as loggers count them. It does not change inside a batch.
         steps: Number of batches of this fit with an optimizer step.
         epoch_ends: Runs the stages at the end of an epoch, and records where values were logged.
         rows_in_strategy_handshake: True if the rows before backward are sent in the strategy's handshake.
@@ -97,7 +98,7 @@ class CheckRunner(Callback):
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.step = self.steps = 0
+        self.steps = 0
         self.own_time = Stopwatch()
         # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
@@ -116,6 +117,11 @@ class CheckRunner(Callback):
             check.join(self)
 
     # ------------------------------------------------------------------ for checks
+
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps so far, as loggers count them."""
+        return self.batch.step
 
     @property
     def stepping(self) -> list[Optimizer]:
@@ -205,7 +211,7 @@ class CheckRunner(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Pass a training batch to the checks. Before the first step, they may run the module on it."""
         self.parameters.is_current = False
-        self.step = lightning_compat.steps_as_logged(trainer)
+        self.batch.step = lightning_compat.steps_as_logged(trainer)
         self._enter(f"training_step of step {self.step}")
         self._observe("see_batch", batch, batch_idx)
         if self.batch.is_first:
@@ -296,7 +302,7 @@ class CheckRunner(Callback):
         if has_stepped or is_step_due:
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
-        self.batch, self.parameters.is_current = Batch(), False
+        self.batch, self.parameters.is_current = Batch(self.step), False
         self._observe("see_batch_end")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -356,7 +362,7 @@ class CheckRunner(Callback):
         Raises:
             PeerError: instead of the exception, if a peer's failure caused it.
         """
-        self.step = lightning_compat.steps_as_logged(self.trainer)
+        self.batch.step = lightning_compat.steps_as_logged(self.trainer)
         last_rows = None
         if isinstance(exception, Exception):
             facts = self.row_exchange.due(CheckStage.AFTER_STEP, step=0)
@@ -404,7 +410,7 @@ class CheckRunner(Callback):
         """
         if self.trainer.sanity_checking:  # checks do not run in the validation before training
             return
-        self.step = lightning_compat.steps_as_logged(self.trainer)
+        self.batch.step = lightning_compat.steps_as_logged(self.trainer)
         due = self.row_exchange.due(stage, self.step)
         self._enter(place_of(self.row_exchange.names[stage], self.step))
         if not due:
@@ -428,7 +434,7 @@ class CheckRunner(Callback):
 
         Communication: one gather.
         """
-        self.step = lightning_compat.steps_as_logged(self.trainer)
+        self.batch.step = lightning_compat.steps_as_logged(self.trainer)
         with self.own_time:
             self.row_exchange.exchange(self.row_exchange.due(CheckStage.AFTER_STEP, step=0), self.step, place=place)
 
