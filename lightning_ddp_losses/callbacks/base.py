@@ -7,6 +7,7 @@ the same findings. The runner (``runner.py``) does all communication: one gather
 # annotations are not postponed in this file, because constructors of checks in other modules inherit them and LightningCLI reads them
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -119,7 +120,7 @@ class RankCheck(Check, CheckCallback):
         """Register a subclass. With ``default=True``, ``DDPChecks()`` runs it."""
         super().__init_subclass__(**kwargs)
         if "facts" in vars(cls):
-            cls.stages = tuple(dict.fromkeys(fact.stage for fact in cls.facts))
+            cls.stages = tuple(dict.fromkeys(chain.from_iterable(fact.stages for fact in cls.facts)))
         if default:
             DEFAULT_CHECKS.append(cls)
 

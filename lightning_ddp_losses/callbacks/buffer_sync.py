@@ -46,6 +46,8 @@ _MASK = (1 << 62) - 1
 MAX_CHANNELS = 48  # largest number of compared channels over all layers
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SEARCH_EVERY = 64  # interval in steps, because walking through a large model takes time
+_AFTER_STEPS = (CheckStage.VALIDATION_START, CheckStage.TRAIN_END)
+_EPOCH_ENDS = (CheckStage.VALIDATION_EPOCH_END, CheckStage.TRAIN_EPOCH_END)
 _EQUAL = ("number", "values")  # columns about buffers that are equal on healthy ranks
 
 
@@ -381,12 +383,9 @@ class BufferSyncCheck(RankCheck, default=True):
         Fact("forwards", CheckStage.BEFORE_BACKWARD, _read_forwards, compare_forwards, equal=("buffers",)),
         Fact("buffers", CheckStage.AFTER_STEP, _read_buffers, compare_buffers, equal=_EQUAL),
         Fact("own buffers", CheckStage.AFTER_STEP, _read_own_after_step, compare_own_buffers, equal=_EQUAL),
-        Fact("own buffers", CheckStage.VALIDATION_START, _read_own_buffers, compare_own_buffers, equal=_EQUAL),
-        Fact("own buffers", CheckStage.TRAIN_END, _read_own_buffers, compare_own_buffers, equal=_EQUAL),
-        Fact("metric states", CheckStage.VALIDATION_EPOCH_END, _read_states, compare_metric_states),
-        Fact("metric states", CheckStage.TRAIN_EPOCH_END, _read_states, compare_metric_states),
-        Fact("batch norm", CheckStage.VALIDATION_START, _read_norms, compare_norms),
-        Fact("batch norm", CheckStage.TRAIN_END, _read_norms, compare_norms),
+        Fact("own buffers", _AFTER_STEPS, _read_own_buffers, compare_own_buffers, equal=_EQUAL),
+        Fact("metric states", _EPOCH_ENDS, _read_states, compare_metric_states),
+        Fact("batch norm", _AFTER_STEPS, _read_norms, compare_norms),
     )
 
     # ------------------------------------------------------------------ explain

@@ -1,8 +1,7 @@
 """Findings of checks: the stages of a run where they are made, one record for each, their exchange between ranks, and their causes.
 
 A `Finding` is a plain record, equal on every rank. It names the `CheckStage` and the step of its row. Findings that one rank makes without
-its peers are sent as one number, a hash of their texts. If the hashes agree, every rank already has the same texts. Otherwise the ranks
-exchange the texts.
+its peers are sent as texts together with its numbers. If the texts differ, every rank makes the same findings of the texts of all ranks.
 
 `group_by_cause` keeps the number of warnings small, because one fault has many symptoms. A parameter that DDP does not reduce first has
 different gradients, then different values, and through clipping it changes every other parameter. The table of faults lists the faults
@@ -305,20 +304,14 @@ def group_by_cause(
 
 def text_of_errors(found: Sequence[Finding]) -> str:
     """Return the texts of findings in order. A finding that follows from another one is listed in a line below it."""
-    followers: list[Finding] = []
     causes: list[Cause] = []
-    for finding in found:
-        is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
-        if is_brought:
-            followers.append(finding)
-        else:
-            causes.append(Cause(finding))
-    for follower in followers:
-        lead = next((cause for cause in causes if _spreads(cause.lead, follower)), None)
+    for finding in sorted(found, key=lambda each: _is_brought(each, found)):  # causes first
+        is_brought = _is_brought(finding, found)
+        lead = next((cause for cause in causes if is_brought and _spreads(cause.lead, finding)), None)
         if lead is None:
-            causes.append(Cause(follower))
+            causes.append(Cause(finding))
         else:
-            lead.followers.append(follower)
+            lead.followers.append(finding)
     return "\n".join(cause.text() for cause in causes)
 
 
@@ -333,7 +326,11 @@ def _spreads(lead: Finding, finding: Finding) -> bool:
     return finding.fault in FOLLOWING.get(lead.fault, ())
 
 
+def _is_brought(finding: Finding, found: Sequence[Finding]) -> bool:
+    """Return whether a finding follows from another one of the same exchange."""
+    return any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
+
+
 def _distance(finding: Finding, found: Sequence[Finding]) -> tuple[int, bool, bool]:
     """Return a sort key that puts severe findings first, causes before their effects, and gradients before parameters."""
-    is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
-    return _SEVERITIES.index(finding.severity), is_brought, finding.check == _RESULTS
+    return _SEVERITIES.index(finding.severity), _is_brought(finding, found), finding.check == _RESULTS

@@ -56,6 +56,11 @@ from lightning_ddp_losses.errors import DDPLossError
 
 _WINDOW = 20  # number of recent steps among which biased ones are counted
 _HISTORY = 10_000
+# stages of facts that are read more than once
+_LAST = (CheckStage.SAVE, CheckStage.TRAIN_END)
+_EPOCH_ENDS = (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END)
+_HOOKS_RETURNED = (CheckStage.TRAIN_LOGGED, CheckStage.VALIDATION_LOGGED)
+_VALUES_LOGGED = (CheckStage.EPOCH_START, CheckStage.VALIDATION_END, CheckStage.TRAIN_END)
 _EQUAL, _ZERO = ("keys",), ("is_missing", "is_odd", "biased_steps", "is_uneven")  # columns of losses that are healthy
 
 
@@ -218,15 +223,10 @@ class LossCheck(RankCheck, default=True):
 
     facts = (
         Fact("losses", CheckStage.BEFORE_BACKWARD, _read_losses, compare_losses, _see_losses, _EQUAL, _ZERO),
-        Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses, _EQUAL, _ZERO),
-        Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses, _EQUAL, _ZERO),
-        Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_epoch, compare_names, _see_epoch),
-        Fact("logged names", CheckStage.TRAIN_LOGGED, _read_names, compare_epoch, _see_names),
-        Fact("logged means", CheckStage.VALIDATION_EPOCH_END, _read_epoch, compare_names, _see_epoch),
-        Fact("logged names", CheckStage.VALIDATION_LOGGED, _read_names, compare_epoch, _see_names),
-        Fact("logged values", CheckStage.EPOCH_START, _read_logged, compare_logged, _see_logged),
-        Fact("logged values", CheckStage.VALIDATION_END, _read_logged, compare_logged, _see_logged),
-        Fact("logged values", CheckStage.TRAIN_END, _read_logged, compare_logged, _see_logged),
+        Fact("last losses", _LAST, _read_last, compare_losses, _see_losses, _EQUAL, _ZERO),
+        Fact("logged means", _EPOCH_ENDS, _read_epoch, compare_names, _see_epoch),
+        Fact("logged names", _HOOKS_RETURNED, _read_names, compare_epoch, _see_names),
+        Fact("logged values", _VALUES_LOGGED, _read_logged, compare_logged, _see_logged),
     )
 
     # ------------------------------------------------------------------ findings and figures

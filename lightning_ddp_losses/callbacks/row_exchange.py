@@ -16,6 +16,7 @@ user can fix.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.facts.fact import Numbers, decode, encode
+from lightning_ddp_losses.callbacks.facts.fact import columns_of
 from lightning_ddp_losses.callbacks.facts.user_rows import facts_of_rows
 from lightning_ddp_losses.callbacks.findings import (
     FAILED,
@@ -42,7 +43,6 @@ from lightning_ddp_losses.callbacks.findings import (
 from lightning_ddp_losses.callbacks.report import Report
 from lightning_ddp_losses.core.autograd_graph import parameters_without_gradient
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
 from lightning_ddp_losses.distributed.store_exchange import StoreExchange
@@ -68,29 +68,31 @@ class StageFacts:
         stage: Stage of the run.
         facts: Facts of the check at this stage, equal on all ranks.
         step: Step of the last numbers. -1 before the first ones.
-        numbers: For each fact its numbers, a function that returns them when they are sent, or None. None if no numbers are pending.
+        numbers: For each fact its numbers, a function that returns them when they are sent, or None. The error of a check that failed,
+            as a text. None if nothing is pending.
         found: Findings that this rank made without its peers while reading.
-        failure: Error of the check, which is sent in place of the numbers. Empty if the check has not failed.
     """
 
     def __init__(self, check: Check, stage: CheckStage) -> None:
         self.check, self.stage = check, stage
-        self.facts = [fact for fact in (*check.facts, *facts_of_rows(check)) if fact.stage == stage]
+        self.facts = [fact for fact in (*check.facts, *facts_of_rows(check)) if stage in fact.stages]
         self.step = -1
-        self.numbers: list[Any] | None = None
+        self.numbers: list[Any] | str | None = None
         self.found: list[Finding] = []
-        self.failure = ""
 
-    def entries_(self) -> list[Numbers | str | None]:
-        """Return the entries of the note: a hash of this rank's findings, and the numbers of each fact. Repeated calls are allowed."""
-        further: list[None] = [None] * len(self.facts)
-        if self.failure:
-            return [self.failure, *further]
-        if self.numbers is None:
-            return [None, *further]
+    def entry_(self) -> str:
+        """Return the entry of the note: null if nothing is pending, the error of a check that failed, or a list.
+
+        The list contains the texts of this rank's findings and the values of each fact. Repeated calls are allowed.
+
+        Raises:
+            TypeError: for a value that JSON does not have.
+        """
+        if not isinstance(self.numbers, list):
+            return json.dumps(self.numbers)
         self.numbers = [numbers() if callable(numbers) else numbers for numbers in self.numbers]
-        own = hash_text(json.dumps(texts_of(self.found))) if self.found else 0
-        return [{"own findings": own}, *self.numbers]
+        values = (None if numbers is None else [*numbers.values()] for numbers in self.numbers)
+        return json.dumps([texts_of(self.found), *values])
 
 
 class RowExchange:
@@ -275,7 +277,7 @@ class RowExchange:
         for facts in due:
             check = facts.check
             facts.step = step
-            if id(check) in self._failures:
+            if id(check) in self._failures or isinstance(facts.numbers, str):  # its error is sent first
                 continue
             check._found = found = list[Finding]()
             try:
@@ -290,29 +292,17 @@ class RowExchange:
 
         Both remain pending until they are judged, because an error of a peer may end the exchange.
         """
-        entries: list[Numbers | str | None] = []
+        entries: list[str] = []
         for facts in due:
             if id(facts.check) not in self._failures:
                 try:
-                    entries += facts.entries_()
+                    entries.append(facts.entry_())
                     continue
                 except Exception as error:
                     self.note_failure(facts.check, "measure", error)
-            facts.failure, facts.numbers = self._failures.pop(id(facts.check)), []
-            entries += facts.entries_()
-        try:
-            return encode(entries)
-        except (TypeError, OverflowError):
-            self._find_unsendable(due)
-            return self.pack(due)
-
-    def _find_unsendable(self, due: Sequence[StageFacts]) -> None:
-        """Store a failure for each check with a value that cannot be sent as a number."""
-        for facts in due:
-            try:
-                encode(facts.entries_())
-            except (TypeError, OverflowError) as error:
-                self.note_failure(facts.check, "measure", error)
+            facts.numbers = self._failures.pop(id(facts.check))
+            entries.append(facts.entry_())
+        return f"[{', '.join(entries)}]".encode()
 
     def exchange(self, due: Sequence[StageFacts], step: int, *, place: str = "") -> None:
         """Exchange the pending facts of one stage, and judge them.
@@ -338,45 +328,39 @@ class RowExchange:
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
-        own = [(facts, facts.numbers, facts.found, facts.failure) for facts in due]
+        own = [(facts, facts.numbers, facts.found) for facts in due]
         for facts in due:
-            facts.numbers, facts.failure = None, ""
-        parts = iter(decode(notes))
+            facts.numbers = None
+        # after a step, the notes of healthy ranks are equal and decoded once
+        decode = functools.cache(json.loads)
+        entries_by_check = zip(*map(decode, notes), strict=True)
         found: list[tuple[Check, Finding]] = []
-        for facts, numbers, of_rank, failure in own:
+        for (facts, numbers, of_rank), entries in zip(own, entries_by_check, strict=True):
             check = facts.check
-            head = next(parts)
-            columns = [next(parts) for _ in facts.facts]
-            if isinstance(head, dict):
-                found += placed(check, [self._failed(check, head)], step, place)
-            elif head is not None and numbers is not None and not failure:
-                judged = of_rank
-                if len(set(head[0])) > 1:
-                    judged = self._combine_local(check, of_rank, head[0])
-                judged = judged + self._apply(facts, numbers, columns)
-                if judged:
-                    found += placed(check, judged, facts.step, self.names[facts.stage])
+            failures = {rank: entry for rank, entry in enumerate(entries) if isinstance(entry, str)}
+            if failures:
+                found += placed(check, [self._failed(check, failures)], step, place)
+                continue
+            if not isinstance(numbers, list) or None in entries:
+                continue
+            texts, *values = zip(*entries, strict=True)
+            judged = of_rank
+            if any(own_texts != texts[0] for own_texts in texts):
+                judged = findings_of_texts(texts)
+            judged = judged + self._apply(facts, numbers, values)
+            if judged:
+                found += placed(check, judged, facts.step, self.names[facts.stage])
         if found:
             self.report_findings(self._complete(found))
 
-    def _combine_local(self, check: Check, local: list[Finding], hashes: Sequence[int]) -> list[Finding]:
-        """Merge the findings that each rank made without its peers, if they differ between ranks.
-
-        Communication: one gather. None for findings that were merged before.
-        """
-        key = check.title, str(hashes)
-        if key not in self._explained:
-            self._explained[key] = findings_of_texts(self.gather_json("texts about findings", texts_of(local)))
-        return self._explained[key]
-
-    def _apply(self, facts: StageFacts, numbers: Sequence[Any], parts: Sequence[Any]) -> list[Finding]:
+    def _apply(self, facts: StageFacts, numbers: Sequence[Any], values: Sequence[Any]) -> list[Finding]:
         """Apply the rules of a check. If a rule fails only on this rank, its error is sent at the next exchange of the check."""
         found: list[Finding] = []
         try:
-            for fact, names, values in zip(facts.facts, numbers, parts, strict=True):
-                if values is None:
+            for fact, names, values_by_rank in zip(facts.facts, numbers, values, strict=True):
+                if None in values_by_rank:
                     continue
-                columns = dict(zip(names, values, strict=False))
+                columns = columns_of(names, values_by_rank)
                 if fact.see is not None:
                     fact.see(facts.check, columns)
                 if fact.rule is not None and not fact.is_healthy(columns):

@@ -57,8 +57,12 @@ def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:
     return types.MethodType(getattr(type(module), name), module)
 
 
+def _same(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method
+
+
 class MethodPatch:
-    """Replaces a method of one module. A subclass defines the call.
+    """Replaces a method of one module. A subclass defines the call. Copies and pickles of the module contain the original method.
 
     Args:
         module: Module that has the method.
@@ -93,6 +97,8 @@ class MethodPatch:
         return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._original is not None:
+            return _same, (self._original,)
         return _plain_method, (self.module, self._name)
 
 

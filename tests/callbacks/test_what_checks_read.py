@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import RankCheck
-from lightning_ddp_losses.callbacks import CheckStage
+from lightning_ddp_losses.callbacks import CheckStage, Finding
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
 from lightning_ddp_losses.callbacks.facts import user_rows
-from lightning_ddp_losses.callbacks.facts.fact import decode, encode
+from lightning_ddp_losses.callbacks.facts.fact import Fact, columns_of
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.distributed.fingerprint import row_hashes
@@ -31,42 +32,88 @@ FLOATS = [0.1, -math.inf, 5.0]
 NUMBERS: list[dict[str, Any]] = [{"one": 7, "loss": 0.5, "extremes": EXTREMES}, {}, {"floats": FLOATS, "none": []}]
 
 
-def sent(facts: Sequence[dict[str, Any] | str | None]) -> bytes:
-    """Return the note of one rank: numbers, the text of an error, or nothing."""
-    return encode(facts)
+class Given(RankCheck):  # reads given numbers, or fails, and keeps the columns that its facts receive
+    is_built_in = True
+
+    def __init__(self, facts: Sequence[dict[str, Any] | None] | str) -> None:
+        super().__init__()
+        self.given, self.seen = facts, {}
+        number = 1 if isinstance(facts, str) else len(facts)
+        self.facts = tuple(self.fact(place) for place in range(number))  # type: ignore[misc]
+        self.stages = (CheckStage.TRAIN_START,)  # type: ignore[misc]
+
+    def fact(self, place: int) -> Fact:
+        def read(_: Any) -> Any:
+            if isinstance(self.given, str):
+                raise ValueError(self.given)
+            return self.given[place]
+
+        def see(_: Any, columns: Any) -> None:
+            self.seen[place] = columns
+
+        return Fact(f"fact {place}", CheckStage.TRAIN_START, read, see=see)
+
+
+def received(*by_rank: Sequence[dict[str, Any] | None] | str) -> tuple[dict[int, Any], list[Finding]]:
+    """Return the columns of each fact on rank 0, and the findings, when each rank sends what it is given."""
+    nothing: Any = None
+    trainer: Any = SimpleNamespace(testing=False)
+    found: list[tuple[Any, Finding]] = []
+    sides = []
+    for given in by_rank:
+        exchange = RowExchange(trainer, nothing, [check := Given(given)], None, nothing, lambda _: None)
+        exchange.report_findings = found.extend  # type: ignore[method-assign, assignment]
+        due = exchange.due(CheckStage.TRAIN_START, 0)
+        exchange.measure(due, 0)
+        sides.append((exchange, due, exchange.pack(due), check))
+    first, due, _, check = sides[0]
+    first.judge(due, [note for _, _, note, _ in sides], 0, place="here")
+    return check.seen, [finding for _, finding in found]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_numbers_come_back_as_they_were_read(world_size: int) -> None:
-    back = decode([sent(NUMBERS)] * world_size)
-    for numbers, columns in zip(NUMBERS, back, strict=True):
-        expected = [tuple(value) if isinstance(value, list) else value for value in numbers.values()]
-        assert [list(column) for column in columns] == [[value] * world_size for value in expected]
+    seen, found = received(*[NUMBERS] * world_size)
+    assert not found
+    for place, numbers in enumerate(NUMBERS):
+        assert {name: list(column) for name, column in seen[place].items()} == {
+            name: [value] * world_size for name, value in numbers.items()
+        }
 
 
 # what three ranks send of one fact, and what is judged
 APART: dict[str, tuple[list[Any], Any]] = {
-    "lists of other lengths": ([{"a": [1, 2]}, {"a": []}, {"a": [3]}], [[(1, 2), (), (3,)]]),
-    "ints and floats": ([{"a": 1}, {"a": 1.5}, {"a": 2}], [[1, 1.5, 2]]),
-    "a column more": ([{"a": 1, "b": 2}, {"a": 3}, {"a": 4, "b": 5}], [[1, 3, 4]]),
+    "lists of other lengths": ([{"a": [1, 2]}, {"a": []}, {"a": [3]}], {"a": ([1, 2], [], [3])}),
+    "ints and floats": ([{"a": 1}, {"a": 1.5}, {"a": 2}], {"a": (1, 1.5, 2)}),
+    "a column more": ([{"a": 1, "b": 2}, {"a": 3}, {"a": 4, "b": 5}], {"a": (1, 3, 4)}),
     "no numbers on a rank": ([{"a": 1}, None, {"a": 2}], None),
-    "an error of a rank": ([{"a": 1}, None, "brøke"], {2: "brøke"}),
-    "an error of all": (["one", "two", "six"], {0: "one", 1: "two", 2: "six"}),
 }
 
 
 @pytest.mark.parametrize("name", APART)
 def test_ranks_that_send_different_facts(name: str) -> None:
     facts, expected = APART[name]
-    (columns,) = decode([sent([each]) for each in facts])
-    assert columns == expected
+    seen, found = received(*[[each] for each in facts])
+    assert seen.get(0) == expected
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "failed"),
+    [(([{"a": 1}], [None], "brøke"), (2,)), (("one", "two", "six"), (0, 1, 2)), (([{"a": torch.ones(2)}],), (0,))],
+)
+def test_a_failure_is_sent_in_place_of_numbers(by_rank: tuple[Any, ...], failed: tuple[int, ...]) -> None:
+    seen, (finding,) = received(*by_rank)
+    assert not seen
+    assert finding.ranks == failed
+    assert all(str(given) in str(finding.values) for given in by_rank if isinstance(given, str))
 
 
 def test_a_row_of_a_user_is_a_table_again() -> None:
     def table(*measured: Any) -> Any:
-        (columns,) = decode([sent([dict(user_rows.numbers_of(each, "Check"))]) for each in measured])
-        assert isinstance(columns, list)
-        return user_rows.table_of({"kind": columns[0], "row": columns[1]})
+        rows = [user_rows.numbers_of(each, "Check") for each in measured]
+        assert rows == [json.loads(json.dumps(row)) for row in rows]
+        return user_rows.table_of(columns_of(rows[0], [[*row.values()] for row in rows]))
 
     for measured in (EXTREMES, [], [1, 2.5, math.inf]):
         assert table(measured, measured) == [measured, measured]

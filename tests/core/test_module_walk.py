@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn
 
-from tests.doors import ModuleContents, has_buffers, modules_of, narrow_buffers, parameters_of
+from tests.doors import ModuleContents, has_buffers, modules, modules_of, narrow_buffers, parameters_of
 
 
 def nested() -> nn.Sequential:
@@ -62,6 +63,38 @@ def test_a_copy_of_contents_is_of_the_copied_module() -> None:
     twin = copy.deepcopy(kept)
     assert twin["contents"].refresh()
     assert ids(twin["contents"].parameters) == ids(list(twin["module"].parameters()))
+
+
+class Twice(modules.MethodPatch):
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return 2 * self.original(*args)
+
+
+class Scaled(nn.Module):  # has a forward of its own in each object
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.scaled
+        self.scale = 3.0
+
+    def scaled(self, values: torch.Tensor) -> torch.Tensor:
+        return self.scale * values
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_a_patched_module_has_the_method_that_was_replaced(copied: Callable[[nn.Module], nn.Module]) -> None:
+    for module in (Scaled(), nn.ReLU()):
+        one = torch.ones(1)
+        plain = module(one)
+        patch = Twice(module)
+        patch.install()
+        assert module(one) == 2 * plain
+        twin = copied(module)
+        assert twin(one) == plain
+        if isinstance(twin, Scaled):
+            twin.scale = 5.0
+            assert twin(one) == 5 * one
+        patch.remove()
+        assert module(one) == plain
 
 
 def test_buffers_of_what_is_left_out_do_not_count() -> None:

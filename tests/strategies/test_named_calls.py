@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
+from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import torch_compat
@@ -96,11 +96,13 @@ def rows() -> DataLoader:
     return DataLoader(every[dist.get_rank() :: dist.get_world_size()], batch_size=2)
 
 
-def fit(kind: type[Model], callbacks: list[type[Callback]], checks: bool, folder: str) -> Trainer:
+def fit(
+    kind: type[Model], callbacks: list[type[Callback]], checks: bool, folder: str, strategy: str = "ddp_losses"
+) -> Trainer:
     given: list[Callback] = [callback() for callback in callbacks]
     if checks:
         given.insert(0, DDPChecks(summary=False, file=False))
-    trainer = make_trainer("ddp_losses", callbacks=given, default_root_dir=folder)
+    trainer = make_trainer(strategy, callbacks=given, default_root_dir=folder)
     trainer.fit(kind(), rows(), rows())
     return trainer
 
@@ -273,10 +275,27 @@ class ComputesAlone(CallsAlone):
         metric.compute()
 
 
+class LogsAlone(CallsAlone):
+    """Rank 0 logs a value of all ranks at the end of a validation, and reads it. The other ranks do so after the report."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        super().on_train_end(trainer, module)
+        module.log("val_score", torch.tensor(1.0), sync_dist=True)
+        assert float(trainer.callback_metrics["val_score"]) == 1.0
+
+    def call(self, trainer: Trainer) -> None:
+        return
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        return
+
+
 def fit_under_plain_ddp(callback: type[CallsAlone], folder: str) -> list[str]:
     log = logging.getLogger("lightning_ddp_losses.distributed.liveness")
     log.addHandler(handler := Reported())
-    checks = DDPChecks(summary=False, file=False, stall_seconds=2.0)
+    # LossCheck would name the value before rank 0 waits
+    only = [CommunicationMonitor()] if callback is LogsAlone else None
+    checks = DDPChecks(only, summary=False, file=False, stall_seconds=2.0)
     trainer = make_trainer("ddp", callbacks=[checks, callback()], default_root_dir=folder)
     try:
         trainer.fit(Model(), rows(), rows())
@@ -286,23 +305,32 @@ def fit_under_plain_ddp(callback: type[CallsAlone], folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("callback", "call", "advice"),
+    ("callback", "place", "call", "advice"),
     [
-        (SavesAlone, "trainer.save_checkpoint", SAVE_ADVICE),
+        (SavesAlone, "end of training", "trainer.save_checkpoint", SAVE_ADVICE),
+        (LogsAlone, "end of on_validation_epoch_end", "self.log('val_score', sync_dist=True)", LOG_ADVICE),
         (
             ComputesAlone,
+            "end of training",
             "metric.compute() of Printed",
             "Call `compute()` on every rank, and print or log its value on rank 0.",
         ),
     ],
 )
 def test_a_report_under_plain_ddp_says_the_same(
-    pool: RankPool, tmp_path: Path, callback: type[CallsAlone], call: str, advice: str
+    pool: RankPool, tmp_path: Path, callback: type[CallsAlone], place: str, call: str, advice: str
 ) -> None:
     said = pool.run(2, fit_under_plain_ddp, callback, str(tmp_path), fresh=True)
     (report,) = [text for text in said[0] if call in text]
     assert "no progress" in report
-    assert "rank 0: end of training" in report
+    assert f"rank 0: {place}" in report
     assert f"in {call}, at test_named_calls.py:" in report
     assert "rank 1: " in report
     assert advice in report
+
+
+def test_a_log_on_rank_zero_under_plain_ddp_is_an_error_of_the_checks(pool: RankPool, tmp_path: Path) -> None:
+    """Checks compare the names before Lightning reduces the value on rank 0 only, so that no rank waits."""
+    errors = pool.errors(2, fit, LogsOnRankZero, [], True, str(tmp_path), "ddp", fresh=True)
+    assert_errors(errors, "LossCheck, F46", "Log the same names on every rank", *NAMES["log in validation"])
+    assert not any(error.timed_out for error in errors)

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_ddp_losses.callbacks.facts.fact import Columns
 from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.core import lightning_compat
+from lightning_ddp_losses.core.modules import MethodPatch
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.user_line import users_line
 
@@ -199,7 +200,7 @@ class EpochEnd:
 
     def take(self, columns: Columns) -> None:
         """Store the names that are pending on all ranks, and whether the epoch end is over."""
-        names = columns["waiting"]
+        names = [tuple(of_rank) for of_rank in columns["waiting"]]
         common = set.intersection(*map(set, names))
         self._common = {name for name in self.waiting if hash_text(name) in common}
         self._is_over = all(columns["is_last"]) and len(set(names)) == 1
@@ -214,7 +215,7 @@ class EpochEnd:
             lightning_compat.reduce_epoch_value(self.results, self.waiting[name])
 
 
-class HookEnd:
+class HookEnd(MethodPatch):
     """Calls a function whenever a hook of a module or a callback has returned, until ``remove``.
 
     Args:
@@ -224,32 +225,12 @@ class HookEnd:
     """
 
     def __init__(self, module: Any, name: str, at_end: Callable[[], None]) -> None:
-        self._attributes, self._name = vars(module), name
-        self._given = self._attributes.get(name)  # None if the hook is defined in the class
-        self._attributes[name] = _HookWithEnd(getattr(module, name), at_end)
-
-    def remove(self) -> None:
-        """Restore the hook of the module."""
-        if self._given is None:
-            self._attributes.pop(self._name, None)
-        else:
-            self._attributes[self._name] = self._given
-
-
-class _HookWithEnd:
-    """A hook, and a function that is called after it. Its copies and pickles contain only the hook."""
-
-    def __init__(self, hook: Callable[..., Any], at_end: Callable[[], None]) -> None:
-        self._hook, self._at_end = hook, at_end
+        super().__init__(module, name)
+        self._at_end = at_end
+        self.install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._hook(*args, **kwargs)
+        """Run the hook, then the function."""
+        result = self.original(*args, **kwargs)
         self._at_end()
         return result
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (self._hook,)
-
-
-def _same(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return hook

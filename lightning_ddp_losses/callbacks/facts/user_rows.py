@@ -59,7 +59,7 @@ def numbers_of(measured: object, title: str) -> Numbers:
     if isinstance(measured, list):
         code = "d" if any(isinstance(value, float) for value in measured) else "q"
         with contextlib.suppress(TypeError):  # the error is raised below
-            return {"kind": _LIST, "row": array(code, measured)}
+            return {"kind": _LIST, "row": array(code, measured).tolist()}
         got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
     elif isinstance(measured, Tensor):
         if measured.ndim == 1 and measured.dtype in _KINDS:
