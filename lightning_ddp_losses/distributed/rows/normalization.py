@@ -128,7 +128,7 @@ class _Context(NamedTuple):
     statistics: _Statistics
 
 
-class _Normalize(torch.autograd.Function):
+class _Normalize(torch_compat.LeanFunction):
     """The normalized rows. Backward records this rank's part of the two sums, and returns the gradient of the result."""
 
     @staticmethod
@@ -148,7 +148,7 @@ class _Normalize(torch.autograd.Function):
         return grad, None
 
 
-class _Await(torch.autograd.Function):
+class _Await(torch_compat.LeanFunction):
     """The rows. Backward turns the gradient of the normalized rows into that of the rows, with the sums over all ranks."""
 
     @staticmethod
