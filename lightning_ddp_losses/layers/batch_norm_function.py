@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core import batch_norm_kernels
+from lightning_ddp_losses.core.batch_norm_kernels import affine, input_gradient, local_moments, local_sums
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange, forbid_second_derivative
@@ -32,7 +34,6 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.layers.forward_plan import NO_OFFER, ForwardPlan, PlannedCall
 
 _HEAD = struct.Struct("<q?16s")  # values per channel, whether the gradient of the input is needed, the digest of a plan
-_LIMITED_DEVICES = ("mps",)  # devices without float64 and torch.batch_norm_update_stats
 _PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
 
@@ -124,7 +125,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
     # this rank's rows
     scope, channels = call.scope, x.shape[1]
     count = x.numel() // max(1, channels)
-    moments = _local_moments(x, count)
+    moments = local_moments(x.detach(), count)
     has_gradients = torch.is_grad_enabled()
     needs_gradient = x.requires_grad and has_gradients
     must_match = _must_match(channels, x.dtype, x.device.type, has_gradients, settings)
@@ -218,25 +219,12 @@ def _refuse_one_value(call: str, size: tuple[int, ...], counts: Sequence[int], *
     )
 
 
-def _local_moments(x: Tensor, count: int) -> Tensor:
-    """Return mean and M2 of each channel of this rank's rows, (2 C,), at least float32."""
-    averages = x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
-    if count == 0:
-        return averages.view(-1)
-    if x.device.type in _LIMITED_DEVICES:
-        var, mean = torch.var_mean(x.detach().to(averages.dtype), [0, *range(2, x.ndim)], correction=0)
-    else:
-        # the running averages are computed as well but not used. Their dtype selects the dtype of the accumulation
-        mean, var = torch.batch_norm_update_stats(x.detach(), averages[0], averages[1], 0.0)
-    return torch.cat([mean, var * count])
-
-
 def _merge_moments(
     counts: Sequence[int] | Tensor, table: Tensor, x: Tensor, in_backward: BackwardExchange | None
 ) -> Statistics:
     """Apply Chan's formula to all ranks together, in float64, on the host for a device without float64."""
     dtype = table.dtype
-    table = table.cpu() if table.device.type in _LIMITED_DEVICES else table
+    table = table.cpu() if table.device.type in batch_norm_kernels.LIMITED_DEVICES else table
     means, squares = table.reshape(len(counts), 2, -1).double().unbind(1)
     # (W, 1), or one number for all ranks. A non-blocking transfer does not wait for an accelerator
     rows: Any = counts[0]
@@ -285,7 +273,7 @@ class _NormaliseFunction(torch.autograd.Function):
         ctx.is_agreed = False
         if statistics.in_backward is not None:
             ctx.synced_call = str(call)
-        return _affine(x, weight, bias, statistics, eps)
+        return affine(x, weight, bias, statistics.mean, statistics.var, eps)
 
     @staticmethod
     @eager_recursive
@@ -298,16 +286,6 @@ class _NormaliseFunction(torch.autograd.Function):
         return (*found, None, None, None)
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float) -> Tensor:
-    """Return weight (x - mean) / sqrt(var + eps) + bias, in one pass over the activations."""
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    wide = statistics.mean.dtype
-    weight = None if weight is None else weight.to(wide)
-    bias = None if bias is None else bias.to(wide)
-    return torch.native_batch_norm(x, weight, bias, statistics.mean, statistics.var, False, 0.0, eps)[0]
-
-
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias."""
     statistics, wide = ctx.statistics, ctx.statistics.mean.dtype
@@ -316,7 +294,7 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
 
     # weight and bias: this rank's share
     inverse_std = (statistics.var + ctx.eps).rsqrt()
-    own_dyx, own_dy = _local_sums(grad, x, statistics, inverse_std, ctx.eps)
+    own_dyx, own_dy = local_sums(grad, x, statistics.mean, statistics.var, inverse_std, ctx.eps)
     grad_weight = grad_bias = None
     if weight is not None and ctx.needs_input_grad[1]:
         grad_weight = own_dyx.to(weight.dtype)
@@ -338,24 +316,6 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
     if not ctx.needs_input_grad[0]:
         return None, grad_weight, grad_bias
     scale = inverse_std if weight is None else inverse_std * weight.to(wide)
-    means = sums.view(2, -1) / -_at_least_one(statistics.total)
-    dyx, dy = (means * scale).unbind()
-    grad_input = _affine(x.to(wide), dyx, dy, statistics, ctx.eps)
-    grad_input.addcmul_(grad.to(wide), scale.view(-1, *[1] * (x.ndim - 2)))
-    return grad_input.to(x.dtype), grad_weight, grad_bias
-
-
-def _local_sums(
-    grad: Tensor, x: Tensor, statistics: Statistics, inverse_std: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return sum(dy x^) and sum(dy) of this rank's rows, with 1 / sqrt(v + eps) of each channel in ``inverse_std``."""
-    if x.numel() == 0:
-        return torch.zeros_like(statistics.mean), torch.zeros_like(statistics.mean)
-    ones = torch.ones_like(statistics.mean)
-    # In evaluation mode, with given mean and variance, the weight and bias gradients are these sums. The CPU takes mean and variance from
-    # the running statistics, CUDA from the saved ones, which it requires.
-    mean, var = statistics.mean, statistics.var
-    _, dyx, dy = torch.ops.aten.native_batch_norm_backward(
-        grad, x, ones, mean, var, mean, inverse_std, False, eps, [False, True, True]
-    )
-    return dyx, dy
+    means = sums.view(2, -1) / _at_least_one(statistics.total)
+    grad_input = input_gradient(grad, x, means, statistics.mean, statistics.var, scale, ctx.eps)
+    return grad_input, grad_weight, grad_bias

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import SyncBatchNorm
+from lightning_ddp_losses.core import batch_norm_kernels
 from lightning_ddp_losses.layers import batch_norm_function
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import tensors_in
@@ -111,7 +112,7 @@ def without_float64() -> dict[str, Tensor]:
     part = cuts(ROWS, dist.get_world_size(), even=False)[dist.get_rank()]
     x, grad = (t[part].float() for t in batch(3.0))
     layer, merge = SyncBatchNorm().apply(nn.BatchNorm1d(3, momentum=1.0)), batch_norm_function._merge_moments
-    with mock.patch.object(batch_norm_function, "_LIMITED_DEVICES", ("cpu",)), LikeMps() as device:
+    with mock.patch.object(batch_norm_kernels, "LIMITED_DEVICES", ("cpu",)), LikeMps() as device:
 
         def merge_on_host(*args: Any) -> Any:
             device.on_host = True
@@ -132,7 +133,7 @@ def test_a_device_without_float64_and_fused_statistics(pool: RankPool, world_siz
 
 def test_moments_are_merged_on_the_host_for_a_device_without_float64() -> None:
     x, table = torch.zeros(2, 3, device="meta"), torch.zeros(12, device="meta")
-    is_meta = mock.patch.object(batch_norm_function, "_LIMITED_DEVICES", ("meta",))
+    is_meta = mock.patch.object(batch_norm_kernels, "LIMITED_DEVICES", ("meta",))
     with is_meta, pytest.raises(NotImplementedError, match="meta"):  # which has nothing to copy to the host
         batch_norm_function._merge_moments([2, 2], table, x, None)
     assert batch_norm_function._merge_moments([2, 2], table, x, None).mean.device.type == "meta"

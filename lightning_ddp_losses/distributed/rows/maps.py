@@ -131,7 +131,7 @@ def _exchange_noted(call: RowsCall) -> None:
         each.value = value
 
 
-class _Await(torch.autograd.Function):
+class _Await(torch_compat.LeanFunction):
     """A plain tensor. Backward returns the sum over ranks of its gradient, of which ``_Share`` has recorded this rank's part."""
 
     @staticmethod
@@ -146,7 +146,7 @@ class _Await(torch.autograd.Function):
         return grads[0] if found is None else found, None
 
 
-class _Share(torch.autograd.Function):
+class _Share(torch_compat.LeanFunction):
     @staticmethod
     def forward(ctx: Any, plain: Tensor, place: Place, later: LaterSum | None) -> Tensor:
         ctx.place, ctx.later = place, later
@@ -163,7 +163,7 @@ class _Share(torch.autograd.Function):
 # ---------------------------------------------------------------------- maps that exchange now
 
 
-class _Add(torch.autograd.Function):
+class _Add(torch_compat.LeanFunction):
     @staticmethod
     def forward(ctx: Any, part: Tensor, place: Place) -> Tensor:
         ctx.place = place
@@ -174,7 +174,7 @@ class _Add(torch.autograd.Function):
         return shared_now(grads[0], ctx.place.backward()), None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(torch_compat.LeanFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -185,7 +185,7 @@ class _Gather(torch.autograd.Function):
         return cut_at(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(torch_compat.LeanFunction):
     @staticmethod
     def forward(ctx: Any, plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -197,7 +197,7 @@ class _Cut(torch.autograd.Function):
         return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(torch_compat.LeanFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -208,7 +208,7 @@ class _Collect(torch.autograd.Function):
         return _Scatter.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(torch_compat.LeanFunction):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim

@@ -158,7 +158,7 @@ def _wait_for(call: RowsCall, part: Tensor, place: Place, kind: str) -> Tensor:
     return _Later.apply(part, place, kind)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Later(torch.autograd.Function):
+class _Later(torch_compat.LeanFunction):
     """A sum, or a stack of all ranks' tensors, that is exchanged later."""
 
     @staticmethod
@@ -178,7 +178,7 @@ class _Later(torch.autograd.Function):
         return own.squeeze(0), None, None
 
 
-class _Known(torch.autograd.Function):
+class _Known(torch_compat.LeanFunction):
     """The value of a sum, with the graph of its part."""
 
     @staticmethod
@@ -258,7 +258,7 @@ def _waiting_for(operation: Operation, form: Tensor, like: PendingValue, *, need
     return made
 
 
-class _Deferred(torch.autograd.Function):
+class _Deferred(torch_compat.LeanFunction):
     """A deferred operator. Its graph is used by calls that are not functions of torch, such as a custom ``autograd.Function``."""
 
     @staticmethod
@@ -403,7 +403,7 @@ def _resolve(pending: PendingValue) -> None:
         for tensor, version in operation.versions:
             if tensor._version != version:
                 raise _written(pending, operation, " before the result is used")
-        args, kwargs = mapped(plain_of, (operation.args, operation.kwargs))
+        args, kwargs = [mapped(plain_of, each) for each in operation.args], mapped(plain_of, operation.kwargs)
         with torch.set_grad_enabled(operation.has_grad_mode):
             pending._plain = operation.func(*args, **kwargs)
     assert pending._plain is not None
