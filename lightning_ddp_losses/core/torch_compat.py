@@ -415,8 +415,8 @@ class LeanFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """Add a node to the graph."""
         if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def number_node_(result: Tensor, number: int) -> None:

@@ -40,31 +40,31 @@ def share(call: RowsCall, plain: Tensor, operator: str) -> Tensor:
     if call.is_over:
         return shared_now(plain, place)
     later = LaterSum(place)
-    awaited: Tensor = _Await.apply(plain, later)  # type: ignore[no-untyped-call]
+    awaited: Tensor = _Await.apply(plain, later)
     torch_compat.number_node_(awaited, call.waiting.first_node)
-    return _Share.apply(awaited, place, later)  # type: ignore[no-any-return, no-untyped-call]
+    return _Share.apply(awaited, place, later)  # type: ignore[no-any-return]
 
 
 def shared_now(plain: Tensor, place: Place) -> Tensor:
     """Return a plain tensor as an operand of this rank's rows. Communication: one exchange in backward."""
-    return _Share.apply(plain, place, None)  # type: ignore[no-any-return, no-untyped-call]
+    return _Share.apply(plain, place, None)  # type: ignore[no-any-return]
 
 
 def added_now(part: Tensor, place: Place) -> Tensor:
     """Return the sum over ranks of this rank's part. Communication: one exchange, none in backward."""
-    return _Add.apply(part, place)  # type: ignore[no-any-return, no-untyped-call]
+    return _Add.apply(part, place)  # type: ignore[no-any-return]
 
 
 def stacked_now(part: Tensor, place: Place) -> Tensor:
     """Return the tensors of all ranks, (W, ...). Communication: one exchange, none in backward."""
     counts = (1,) * place.call.world_size
-    return _Gather.apply(part.unsqueeze(0), counts, 0, place)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(part.unsqueeze(0), counts, 0, place)  # type: ignore[no-any-return]
 
 
 def gather(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
     """Return the rows of all ranks. Communication: one handshake, and one gather if they do not fit into it."""
     place = Place(call, operator, line_of_loss())
-    return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return]
 
 
 def cut(call: RowsCall, plain: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
@@ -77,7 +77,7 @@ def cut(call: RowsCall, plain: Tensor, counts: tuple[int, ...], dim: int, operat
 
 def cut_at(plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
     """Return this rank's rows of a plain tensor."""
-    return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+    return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return]
 
 
 def collect(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
@@ -86,7 +86,7 @@ def collect(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, ope
     Communication: as ``gather``. In backward one handshake, and one reduce-scatter if the gradient does not fit into it.
     """
     place = Place(call, operator, line_of_loss())
-    return _Collect.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+    return _Collect.apply(rows, counts, dim, place)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- sums of backward
@@ -194,7 +194,7 @@ class _Cut(torch_compat.LeanFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
+        return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
 
 
 class _Collect(torch_compat.LeanFunction):
@@ -205,7 +205,7 @@ class _Collect(torch_compat.LeanFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Scatter.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
+        return _Scatter.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
 
 
 class _Scatter(torch_compat.LeanFunction):
@@ -216,7 +216,7 @@ class _Scatter(torch_compat.LeanFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Collect.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
+        return _Collect.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
 
 
 # ---------------------------------------------------------------------- exchanges of rows

@@ -51,7 +51,8 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     else:
         values = torch.stack([plain["running_mean"], plain["running_var"]])
-        found = _scaled(rows._local, *share(rows._call, values, "batch_norm"), given["eps"])
+        mean, var = share(rows._call, values, "batch_norm")
+        found = _scaled(rows._local, mean, var, given["eps"])
     shape = [1, -1] + [1] * (rows._ndim - 2)
     if plain["weight"] is not None:
         found = found * share(rows._call, plain["weight"], "batch_norm").view(shape)
@@ -106,10 +107,10 @@ def _normalized(rows: GlobalRows, statistics: _Statistics) -> Tensor:
     place = Place(call, "batch_norm", line_of_loss())
     later = None if call.is_over else LaterSum(place)
     context = _Context(place, later, rows._counts, statistics)
-    awaited: Tensor = _Await.apply(local, context)  # type: ignore[no-untyped-call]
+    awaited: Tensor = _Await.apply(local, context)
     if later is not None:
         torch_compat.number_node_(awaited, call.waiting.first_node)
-    return _Normalize.apply(awaited, context)  # type: ignore[no-any-return, no-untyped-call]
+    return _Normalize.apply(awaited, context)  # type: ignore[no-any-return]
 
 
 class _Context(NamedTuple):
@@ -190,7 +191,8 @@ def _differentiable_gradient(local: Tensor, grad: Tensor, context: _Context) -> 
         moments = plain_of(moments_of_ranks(rows, dims, "batch_norm"))
         mean, squares = merged_moments(moments, number)
         statistics = torch.stack([mean.flatten(), squares.flatten() / number])
-        normalized = _scaled(local, *share(rows._call, statistics, "batch_norm"), eps)
+        shared_mean, shared_var = share(rows._call, statistics, "batch_norm")
+        normalized = _scaled(local, shared_mean, shared_var, eps)
         return torch.autograd.grad(normalized, local, grad, create_graph=True)[0]
 
 

@@ -155,7 +155,7 @@ def _wait_for(call: RowsCall, part: Tensor, place: Place, kind: str) -> Tensor:
     if call.is_over or torch.is_inference_mode_enabled():
         # a checkpoint that recomputes in backward
         return added_now(part, place) if kind == SUM else stacked_now(part, place)
-    return _Later.apply(part, place, kind)  # type: ignore[no-any-return, no-untyped-call]
+    return _Later.apply(part, place, kind)  # type: ignore[no-any-return]
 
 
 class _Later(torch_compat.LeanFunction):
@@ -216,7 +216,7 @@ def _deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pendi
     has_grad_mode = torch.is_grad_enabled()
     operation = Operation(func, args, kwargs, has_grad_mode, text, tuple(versions))
     if has_grad_mode and any(each._needs_grad for each in given):
-        return _Deferred.apply(operation, form, *given)  # type: ignore[no-any-return, no-untyped-call]
+        return _Deferred.apply(operation, form, *given)  # type: ignore[no-any-return]
     return _waiting_for(operation, form, given[0], needs_grad=False)
 
 
@@ -398,7 +398,7 @@ def _resolve(pending: PendingValue) -> None:
     if operation is None:
         assert pending._value is not None
         with torch.enable_grad():
-            pending._plain = _Known.apply(pending) if pending._needs_grad else pending._value  # type: ignore[no-untyped-call]
+            pending._plain = _Known.apply(pending) if pending._needs_grad else pending._value
     else:
         for tensor, version in operation.versions:
             if tensor._version != version:
