@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.products import ProductForm, tile_budget
+from lightning_ddp_losses.losses.products.forms import ProductForm, tile_budget
 from lightning_ddp_losses.losses.tiled.distances import Side, tile_distance
 from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, OwnFirstPairs, Place
 from lightning_ddp_losses.losses.tiled.tiles import Pairs, Tile
