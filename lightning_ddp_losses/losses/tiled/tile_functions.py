@@ -367,9 +367,9 @@ def contrastive_negatives(
     losses, passes_all = margin - matrix if sign > 0 else matrix - margin, limits is None
     if limits in (None, (0, None)) and not records:
         if losses.amax() <= 0:  # false for NaN
-            of_rows, of_columns = (matrix.new_zeros(size) for size in matrix.shape)
+            no_rows, no_columns = (matrix.new_zeros(size) for size in matrix.shape)
             height, width = matrix.shape if passes_all else (0, 0)
-            return (of_rows, of_rows + width), (of_columns, of_columns + height), losses[:, :0]
+            return (no_rows, no_rows + width), (no_columns, no_columns + height), losses[:, :0]
         totals = losses.clamp_min_(0).sum(1), losses.sum(0)
         passing = losses.sign_()
         counted = passing.new_ones(()).expand_as(passing) if passes_all else passing
