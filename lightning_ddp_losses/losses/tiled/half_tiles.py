@@ -98,8 +98,8 @@ class OwnFirstPairs(Pairs):
         if _PACKED_PART * most < band.stop - band.start:
             if rows.start == columns.start:
                 own = 0
-            limits = self._limits[columns.start >= self._count][:, rows] - columns.start
-            return PackedMasks(*limits, columns.stop - columns.start, most, own, overwrites=overwrites)
+            first_columns, ends = (self._limits[columns.start >= self._count][:, rows] - columns.start).unbind()
+            return PackedMasks(first_columns, ends, columns.stop - columns.start, most, own, overwrites=overwrites)
         if rows.start == columns.start:
             own = rows.start - band.start
         place = slice(band.start - columns.start, band.stop - columns.start)

@@ -467,7 +467,8 @@ class Contrastive(PairLoss):
 
     def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         keys = _keys_of(tile)
-        numbers, grads = formulas.contrastive_rows(tile.matrix, keys, *self.grad_options, self.records, skips=True)
+        margins, sign, limits = self.grad_options
+        numbers, grads = formulas.contrastive_rows(tile.matrix, keys, margins, sign, limits, self.records, skips=True)
         return numbers, grads if with_grads else []
 
     def far(
