@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.losses.products import forms
 
 __all__ = ["multiplying_bf16"]
 
@@ -36,7 +36,7 @@ def multiplying_bf16() -> Iterator[list[torch.Size]]:
         return plain_addmm(sums, left.float(), right.float(), **options)
 
     with (
-        mock.patch.object(products, "multiplies_into_float32", return_value=True),
+        mock.patch.object(forms, "multiplies_into_float32", return_value=True),
         mock.patch.multiple(torch, mm=mm, addmm=addmm),
     ):
         yield calls

@@ -38,7 +38,7 @@ from lightning_ddp_losses.distributed.user_line import users_line
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
-from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
+from lightning_ddp_losses.losses.products.forms import ProductChoice, rounding_of
 from lightning_ddp_losses.randomness.layers import layers_that_drop
 from lightning_ddp_losses.randomness.step import PlannedRows
 from lightning_ddp_losses.randomness.step_draws import beside_the_step

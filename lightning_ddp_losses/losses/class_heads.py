@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_ddp_losses.errors import ConfigurationError, expect
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
-from lightning_ddp_losses.losses.products import SMALLEST_LENGTH, unit_rows
+from lightning_ddp_losses.losses.products.operands import SMALLEST_LENGTH, unit_rows
 
 # these distances do not create D numbers for each pair of a row and a class
 _DISTANCES = [cls for cls, facts in pml_registry.DISTANCES.items() if facts.form != "differences"]

@@ -49,14 +49,14 @@ from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_ro
 from lightning_ddp_losses.losses.plans.shards import NAMED, ShardPlan, described_sampling
 from lightning_ddp_losses.losses.plans.signatures import kind_of, signature_of
 from lightning_ddp_losses.losses.pml_registry import can_split, collects_counts, is_separable, reduction_of
-from lightning_ddp_losses.losses.products import (
-    Operand,
+from lightning_ddp_losses.losses.products.forms import (
     ProductChoice,
     aligned_columns,
     refuse_products,
     rounds_rows,
     tile_budget,
 )
+from lightning_ddp_losses.losses.products.operands import Operand
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeight
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler

@@ -22,15 +22,9 @@ from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.losses.kernels.choice import CompileTiles
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
-from lightning_ddp_losses.losses.products import (
-    GradTerms,
-    LogSumExp,
-    ProductChoice,
-    RunningLogSumExp,
-    inner_product,
-    max_and_sum_exp,
-    part_of,
-)
+from lightning_ddp_losses.losses.products.forms import ProductChoice
+from lightning_ddp_losses.losses.products.log_sum_exp import LogSumExp, RunningLogSumExp, max_and_sum_exp
+from lightning_ddp_losses.losses.products.operands import GradTerms, inner_product, part_of
 from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall, grad_of_scale
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss

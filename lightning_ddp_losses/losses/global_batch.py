@@ -55,7 +55,7 @@ from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
-from lightning_ddp_losses.losses.products import ProductChoice, choose_form
+from lightning_ddp_losses.losses.products.forms import ProductChoice, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, TiledPlan, tiled_plan

@@ -13,7 +13,7 @@ from lightning_ddp_losses.core.metrics_compat import torchmetrics_states
 from lightning_ddp_losses.core.torch_compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option, explained_by
 from lightning_ddp_losses.losses import pml_registry
-from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
+from lightning_ddp_losses.losses.products.forms import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
 

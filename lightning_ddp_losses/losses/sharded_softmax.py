@@ -24,18 +24,15 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
-from lightning_ddp_losses.losses.products import (
+from lightning_ddp_losses.losses.products.forms import ProductForm, grad_terms_of
+from lightning_ddp_losses.losses.products.log_sum_exp import LogSumExp, RunningLogSumExp, max_and_sum_exp
+from lightning_ddp_losses.losses.products.operands import (
     GradTerms,
-    LogSumExp,
     Operand,
-    ProductForm,
-    RunningLogSumExp,
     add_factors_,
     add_to_left_,
     add_to_right_,
-    grad_terms_of,
     lengths_of,
-    max_and_sum_exp,
     product,
     split,
 )
@@ -264,7 +261,7 @@ def class_stats(products: Tensor, chunk: Chunk, target: Tensor, has_margin: bool
 def class_terms(
     products: Tensor, chunk: Chunk, minus_lse: Tensor, at_targets: Tensor | None, factors: Factors, term_count: int
 ) -> GradTerms:
-    """Return the gradient of a chunk's logits (``products.split``): the softmax, less 1 at the targets.
+    """Return the gradient of a chunk's logits (``operands.split``): the softmax, less 1 at the targets.
 
     Args:
         products: (G, C). Overwritten.

@@ -19,7 +19,8 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.kernels.choice import CompileTiles
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.plans.towers import TowerRows
-from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, inner_product
+from lightning_ddp_losses.losses.products.forms import ProductChoice
+from lightning_ddp_losses.losses.products.operands import GradTerms, inner_product
 from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall, grad_of_scale
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss

@@ -35,15 +35,13 @@ from lightning_ddp_losses.distributed.raw_collectives import (
 )
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.plans.towers import TowerPlan
-from lightning_ddp_losses.losses.products import (
+from lightning_ddp_losses.losses.products.forms import ProductForm, aligned_columns, grad_terms_of
+from lightning_ddp_losses.losses.products.operands import (
     GradTerms,
     Operand,
-    ProductForm,
     add_factors_,
     add_to_left_,
     add_to_right_,
-    aligned_columns,
-    grad_terms_of,
     part_of,
     product,
     split,
@@ -77,7 +75,7 @@ class Factors(NamedTuple):
         return add_factors_(products, of_rows, self.of_columns, plus)
 
     def terms(self, grad: Tensor, term_count: int) -> GradTerms:
-        """Return the gradient of logits in the form for a product with rows (``products.split``), not multiplied by the scale."""
+        """Return the gradient of logits in the form for a product with rows (``operands.split``), not multiplied by the scale."""
         return split(grad, self.of_rows, self.of_columns, term_count)
 
     def negate_own_(self, matrix: Tensor) -> Tensor:
@@ -198,7 +196,7 @@ class TowerCall:
         total: G.
         width: M.
         own_texts: Position of this rank's texts among the texts that have statistics on this rank.
-        term_count: Number of bf16 numbers that make up a gradient of a tile (``products.grad_terms_of``).
+        term_count: Number of bf16 numbers that make up a gradient of a tile (``forms.grad_terms_of``).
         takes_masks: Whether functions of tiles find own pairs with masks that they create themselves.
         tile_entries: Maximum number of products in memory at a time.
         is_one_tile: True if a single tile contains all products of this rank.

@@ -41,14 +41,8 @@ from lightning_ddp_losses.losses.plans.towers import (
     kind_of_number,
     number_as_tensor,
 )
-from lightning_ddp_losses.losses.products import (
-    Operand,
-    ProductChoice,
-    dots_of,
-    refuse_products,
-    rounds_rows,
-    warn_of_tf32,
-)
+from lightning_ddp_losses.losses.products.forms import ProductChoice, refuse_products, rounds_rows, warn_of_tf32
+from lightning_ddp_losses.losses.products.operands import Operand, dots_of
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 from lightning_ddp_losses.losses.tower_tiles import (
     Factors,

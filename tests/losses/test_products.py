@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
-from lightning_ddp_losses.losses import products, tile_compiler, two_towers
+from lightning_ddp_losses.losses import tile_compiler, two_towers
+from lightning_ddp_losses.losses.products import forms, operands
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import LogSumExp, RunningLogSumExp, max_and_sum_exp, product_choices, unit_roundoff, unit_rows
 from tests.oracle import graded, joined, normal, own
@@ -290,8 +291,8 @@ def test_parts_of_bf16_rows_are_the_rows() -> None:
 def test_a_compiled_gradient_has_the_same_numbers(number: int) -> None:
     """The compiler keeps what is left of each rounding."""
     grad, of_rows, of_columns = torch.randn(8, 6), torch.rand(8), torch.rand(6)
-    expected = products.split(grad.clone(), of_rows, of_columns, number)
-    found = torch.compile(products.split, fullgraph=True)(grad.clone(), of_rows, of_columns, number)
+    expected = operands.split(grad.clone(), of_rows, of_columns, number)
+    found = torch.compile(operands.split, fullgraph=True)(grad.clone(), of_rows, of_columns, number)
     whole = grad.double() * of_rows.unsqueeze(1) * of_columns
     for terms in (found, expected):
         signs = [1, -1, 1]
@@ -302,7 +303,7 @@ def test_a_compiled_gradient_has_the_same_numbers(number: int) -> None:
 
 def without_bf16(rank: int) -> None:
     loss = ClipLoss(products="bf16")
-    with mock.patch.object(products, "has_bf16", return_value=rank == 0):  # on one rank only
+    with mock.patch.object(forms, "has_bf16", return_value=rank == 0):  # on one rank only
         loss(*towers_of_all_ranks("bf16"))
 
 
@@ -339,8 +340,8 @@ def test_tf32_is_named_once_with_its_size(name: str) -> None:
     images, texts = towers_of_all_ranks("float32")
     loss = LOOSE[name]()
     with (
-        mock.patch.object(products, "is_tf32", return_value=True),
-        mock.patch.object(products, "_warned_of_tf32", set()),
+        mock.patch.object(forms, "is_tf32", return_value=True),
+        mock.patch.object(forms, "_warned_of_tf32", set()),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")
@@ -363,7 +364,7 @@ def test_euclidean_tiles_keep_float32() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        with mock.patch.object(products, "is_tf32", return_value=True), mock.patch.object(torch, "mm", mm):
+        with mock.patch.object(forms, "is_tf32", return_value=True), mock.patch.object(torch, "mm", mm):
             loss = GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")
             loss(towers_of_all_ranks("float32")[0].requires_grad_(), labels_of_all_ranks()).backward()
         assert torch.get_float32_matmul_precision() == "high"

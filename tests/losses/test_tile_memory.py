@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, microbatched, ssl
-from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.losses.products import operands
 from tests.doors import TileResults
 from tests.losses.resident_growth import FEW, KINDS, MANY, PAIR_LOSSES, WORLDS
 from tests.processes import run_python
@@ -91,7 +91,7 @@ STEPS: dict[str, Callable[[], Callable[[int], Tensor]]] = {
 def test_what_is_alive_does_not_grow_with_the_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssl, "_TILE_BYTES", TILE_BYTES)
     # the rows of a gradient in pieces too
-    monkeypatch.setattr(products, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(operands, "_PIECE_BYTES", 1 << 10)
     step = STEPS[name]()
     step(64).backward()
     alive = []

@@ -34,7 +34,7 @@ from lightning_ddp_losses import (
     SigLipLoss,
     differentiable,
 )
-from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.losses.products import operands
 from tests.doors import Call, Scope, evaluator, gather_statistics, map_tensors, normalise, process_groups, tensors_in
 from tests.doors import fingerprint_file as fingerprint
 from tests.losses import harness, sharded_cases, test_tiled, variants
@@ -323,7 +323,7 @@ def passes_of(device: Device, name: str) -> dict[str, float]:
     given = [device.to_device(tensor).requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     loss = most.loss().to(device.name)
     with (
-        mock.patch.object(products, "_PIECE_BYTES", products._PIECE_BYTES // 256),
+        mock.patch.object(operands, "_PIECE_BYTES", operands._PIECE_BYTES // 256),
         backend.counting(large=most.entries // most.tiles) as counts,
     ):
         loss(*given).backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.cli import doctor
-from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.losses.products import forms
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import random_state, raw_collectives, rendezvous, torch_compat
 from tests.oracle import assert_close
@@ -115,6 +115,6 @@ def test_accelerators_of_which_torch_tells_little(monkeypatch: pytest.MonkeyPatc
     assert random_state.devices_in_use() == [device, torch.device("cuda", 1)]
     assert ("accelerators", "2 (cuda)", False) in list(doctor.machine())
     monkeypatch.setattr(torch, "cuda", Without(torch.cuda, "is_bf16_supported"))
-    products.has_bf16.cache_clear()
-    assert products.has_bf16(device)
-    products.has_bf16.cache_clear()
+    forms.has_bf16.cache_clear()
+    assert forms.has_bf16(device)
+    forms.has_bf16.cache_clear()

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss
-from lightning_ddp_losses.losses import global_batch, products
+from lightning_ddp_losses.losses import global_batch
+from lightning_ddp_losses.losses.products.forms import ProductForm, choose_form
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
@@ -376,8 +377,8 @@ def forms(precision: str, wide: bool) -> dict[str, set[str]]:
     """What each loss chose in a fit."""
     found: dict[str, set[str]] = {}
 
-    def noting(title: str, *args: Any) -> products.ProductForm:
-        form = products.choose_form(title, *args)
+    def noting(title: str, *args: Any) -> ProductForm:
+        form = choose_form(title, *args)
         found.setdefault(title.partition("(")[0], set()).add(form)
         return form
 

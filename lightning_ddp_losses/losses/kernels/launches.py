@@ -17,7 +17,8 @@ import triton
 from torch import Tensor
 
 from lightning_ddp_losses.losses.kernels import element_kernels
-from lightning_ddp_losses.losses.products import GradTerms, LogSumExp
+from lightning_ddp_losses.losses.products.log_sum_exp import LogSumExp
+from lightning_ddp_losses.losses.products.operands import GradTerms
 from lightning_ddp_losses.losses.tile_compiler import KernelError
 
 # not measured. Each of 256 threads has 32 entries, and partial results are 2% of a tile
@@ -44,7 +45,7 @@ _TERMS = "high", "low", "lowest"
 
 
 def _terms(products: Tensor, term_count: int) -> Arguments:
-    """Return memory for a gradient in the form for a product with rows (``products.split``). In float32 it overwrites them."""
+    """Return memory for a gradient in the form for a product with rows (``operands.split``). In float32 it overwrites them."""
     terms: Arguments = {"TERMS": term_count}
     for name in _TERMS[:term_count]:
         terms[name] = products.new_empty(products.shape, dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.gathered_call import ArgumentRules
 from lightning_ddp_losses.losses.pml_registry import LossFacts, Mode, facts_of, is_pml_loss, labelled_loss
-from lightning_ddp_losses.losses.products import ProductForm
+from lightning_ddp_losses.losses.products.forms import ProductForm
 from lightning_ddp_losses.losses.tiled import TiledPlan, tiled_plan
 
 

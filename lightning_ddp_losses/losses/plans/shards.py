@@ -13,7 +13,7 @@ from lightning_ddp_losses.core import precision, torch_compat
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.partial_fc import ClassSampler
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.products.forms import ProductChoice, ProductForm, choose_form
 from lightning_ddp_losses.losses.tuples import GlobalTuples
 
 NAMED = "rows named by the miner"

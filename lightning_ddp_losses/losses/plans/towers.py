@@ -18,15 +18,15 @@ from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.plans.signatures import kind_of
-from lightning_ddp_losses.losses.products import (
+from lightning_ddp_losses.losses.products.forms import (
     DEVICE_BYTES,
     TOWER_BYTES,
-    Operand,
     ProductForm,
     choose_form,
     rounds_rows,
     tile_budget,
 )
+from lightning_ddp_losses.losses.products.operands import Operand
 
 _HOST_TILE_BYTES = 2 << 20
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
-from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
+from lightning_ddp_losses.losses.products import forms, operands
 
 # torch.cdist subtracts row by row if neither side has more rows than this, and otherwise multiplies matrices (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -31,9 +31,9 @@ class Side(NamedTuple):
         first: Index of the first column that has sums. These are then (n - first, D).
     """
 
-    kept: products.Operand
+    kept: operands.Operand
     sums: Tensor | None
-    as_columns: products.Operand | None = None
+    as_columns: operands.Operand | None = None
     first: int = 0
 
     def addmm_(self, matrix_grad: Tensor, partners: Side, alpha: float) -> None:
@@ -57,18 +57,18 @@ class TileDistance:
 
     needs_matrix_in_vjp: bool = False
 
-    def __init__(self, distance: Any, form: products.ProductForm = "float32") -> None:
+    def __init__(self, distance: Any, form: forms.ProductForm = "float32") -> None:
         self._distance, self._form = distance, form
 
     @torch.no_grad()
-    def prepare(self, embeddings: Tensor) -> products.Operand:
+    def prepare(self, embeddings: Tensor) -> operands.Operand:
         """Return (n, D) embeddings as they are compared, without a graph, normalized if the distance normalizes them."""
         distance = self._distance
         if distance.normalize_embeddings and distance.p != 2:
-            return products.Operand(distance.normalize(embeddings))
-        return products.Operand.prepare(embeddings, self._form, normalize=distance.normalize_embeddings)
+            return operands.Operand(distance.normalize(embeddings))
+        return operands.Operand.prepare(embeddings, self._form, normalize=distance.normalize_embeddings)
 
-    def prepare_vjp(self, embeddings: Tensor, prepared: products.Operand, grad: Tensor) -> Tensor:
+    def prepare_vjp(self, embeddings: Tensor, prepared: operands.Operand, grad: Tensor) -> Tensor:
         """Return the gradient of (n, D) embeddings, given the gradient of their prepared rows."""
         if self._distance.normalize_embeddings and prepared.lengths is None:
             with own_graph():
@@ -79,11 +79,11 @@ class TileDistance:
             prepared.vjp(grad, grad)
         return grad
 
-    def kept_rows(self, prepared: products.Operand) -> products.Operand:
+    def kept_rows(self, prepared: operands.Operand) -> operands.Operand:
         """Return this rank's rows in the form in which they are stored."""
         return prepared
 
-    def kept_columns(self, prepared: products.Operand) -> products.Operand:
+    def kept_columns(self, prepared: operands.Operand) -> operands.Operand:
         """Return the columns in the form in which they are stored."""
         return prepared
 
@@ -94,15 +94,15 @@ class TileDistance:
             entries *= like.shape[1]
         return entries * like.element_size()
 
-    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
+    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         """Compute (T, C), ``scale`` times the distances between stored rows and columns, into ``out``."""
         return torch.mul(self._compute(rows.rows, columns.rows), scale, out=out)
 
-    def rows_grad_(self, rows: products.Operand, sums: Tensor) -> Tensor:
+    def rows_grad_(self, rows: operands.Operand, sums: Tensor) -> Tensor:
         """Convert the sums that ``vjp_`` added up for the stored rows into gradients (n, D) of the prepared rows. Overwrites ``sums``."""
         return sums
 
-    def columns_grad_(self, columns: products.Operand, sums: Tensor) -> Tensor:
+    def columns_grad_(self, columns: operands.Operand, sums: Tensor) -> Tensor:
         """Convert the sums of the stored columns in the same way."""
         return sums
 
@@ -132,7 +132,7 @@ class TileDistance:
 class DotProduct(TileDistance):
     """Similarity as a product of rows. Its gradient is two matrix products."""
 
-    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
+    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         return torch.addmm(out, rows.rows, columns.rows.T, beta=0, alpha=scale, out=out)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
@@ -143,19 +143,19 @@ class DotProduct(TileDistance):
 class TensorCoreProduct(TileDistance):
     """Similarity as a product of bf16 rows, or of parts of rows, on tensor cores."""
 
-    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
+    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         factors = rows.factors
         factors = out.new_full((1,), scale) if factors is None else factors * scale
-        return products.add_factors_(products.product(rows.left, columns.right, out=out), factors, columns.factors)
+        return operands.add_factors_(operands.product(rows.left, columns.right, out=out), factors, columns.factors)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         factors = rows.kept.factors, columns.kept.factors
-        terms = products.split(matrix_grad, *factors, products.grad_terms_of(self._form, matrix_grad.device))
+        terms = operands.split(matrix_grad, *factors, forms.grad_terms_of(self._form, matrix_grad.device))
         if rows.sums is not None:
-            products.add_to_left_(rows.sums, terms, columns.kept, scale=scale)
+            operands.add_to_left_(rows.sums, terms, columns.kept, scale=scale)
         if columns.sums is not None:
             wanted = tuple(term[:, columns.first :] for term in terms)
-            products.add_to_right_(columns.sums, wanted, rows.kept, scale=scale)
+            operands.add_to_right_(columns.sums, wanted, rows.kept, scale=scale)
 
 
 class EuclideanDistance(TileDistance):
@@ -167,20 +167,20 @@ class EuclideanDistance(TileDistance):
 
     needs_matrix_in_vjp = True  # the root's derivative divides by the distance
 
-    def kept_rows(self, prepared: products.Operand) -> products.Operand:
+    def kept_rows(self, prepared: operands.Operand) -> operands.Operand:
         rows = prepared.rows
         kept = rows.new_empty(len(rows), rows.shape[1] + 2)
         torch.mul(rows, -2, out=kept[:, :-2])
         kept[:, -2] = 1
         torch.sum(rows.square(), 1, out=kept[:, -1])
-        return products.Operand(kept)
+        return operands.Operand(kept)
 
-    def kept_columns(self, prepared: products.Operand) -> products.Operand:
+    def kept_columns(self, prepared: operands.Operand) -> operands.Operand:
         squares = prepared.rows.square().sum(1, keepdim=True)
-        return products.Operand(torch.cat([prepared.rows, squares, torch.ones_like(squares)], 1))
+        return operands.Operand(torch.cat([prepared.rows, squares, torch.ones_like(squares)], 1))
 
-    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
-        with products.without_tf32(out.device):  # squares of close points cancel
+    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
+        with forms.without_tf32(out.device):  # squares of close points cancel
             torch.mm(rows.rows, columns.rows.T, out=out)
         out.clamp_min_(0).sqrt_()
         if scale != 1:
@@ -192,15 +192,15 @@ class EuclideanDistance(TileDistance):
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
         factor = scale * abs(scale)
-        with products.without_tf32(ratio.device):
+        with forms.without_tf32(ratio.device):
             rows.addmm_(ratio, columns, -factor)
             columns.addmm_(ratio.T, rows, -factor)
 
-    def rows_grad_(self, rows: products.Operand, sums: Tensor) -> Tensor:
+    def rows_grad_(self, rows: operands.Operand, sums: Tensor) -> Tensor:
         # the gradient is the sum of r_ij (x_i - y_j). ``sums`` contains the sums of r_ij y_j and, in the last column, of r_ij
         return sums[:, :-2].addcmul_(rows.rows[:, :-2], sums[:, -1:], value=0.5)
 
-    def columns_grad_(self, columns: products.Operand, sums: Tensor) -> Tensor:
+    def columns_grad_(self, columns: operands.Operand, sums: Tensor) -> Tensor:
         return sums[:, :-2].mul_(-0.5).addcmul_(columns.rows[:, :-2], sums[:, -2:-1], value=-1)
 
 
@@ -210,7 +210,7 @@ def is_one_product(distance: Any) -> bool:
     return facts is not None and facts.form == "product" and bool(distance.power == 1)
 
 
-def tile_distance(distance: Any, columns: int, form: products.ProductForm = "float32") -> TileDistance:
+def tile_distance(distance: Any, columns: int, form: forms.ProductForm = "float32") -> TileDistance:
     """Choose how tiles of a distance are computed.
 
     Args:

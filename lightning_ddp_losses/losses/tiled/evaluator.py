@@ -36,7 +36,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     pair_loss_of,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import ProductForm, warn_of_tf32
+from lightning_ddp_losses.losses.products.forms import ProductForm, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tiled import call_tiles

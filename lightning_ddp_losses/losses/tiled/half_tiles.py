@@ -15,6 +15,7 @@ Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows and ``
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,10 +24,12 @@ from torch import Tensor
 
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
-from lightning_ddp_losses.losses.tiled.tiles import Masks, Pairs, Tile
+from lightning_ddp_losses.losses.tiled.tiles import Masks, PackedMasks, Pairs, Tile
 
 HALF_TILE_ROWS = 256
 """Maximum number of rows of a tile of half of the matrix: the inner size of the product whose results are summed into column gradients."""
+
+_PACKED_PART = 4  # masks are packed if the positives of a row are a smaller part than 1 / 4 of the band
 
 
 class Place(NamedTuple):
@@ -65,7 +68,8 @@ class OwnFirstPairs(Pairs):
         self.column_order: Tensor = torch.cat([self.row_order + first, order])
         self._labels = torch.cat([own, others])
         # for each row, the columns with its label: this rank's columns, then other ranks' columns
-        self._bands = [_bands_in(own, own, 0), _bands_in(own, others, count)]
+        self._limits = [_limits_in(own, own, 0), _limits_in(own, others, count)]
+        self._bands: list[list[list[int]]] = [each.tolist() for each in self._limits]
         self.matching = int(torch.unique(column_labels, return_counts=True)[1].square().sum())
 
     def places(self, height: int, width: int) -> Iterator[Place]:
@@ -88,18 +92,25 @@ class OwnFirstPairs(Pairs):
 
     def masks_at(self, rows: slice, columns: slice, *, overwrites: bool) -> Masks:
         """Return the masks of some rows and columns. The columns either begin with these rows or contain none of them."""
+        starts, stops = self._bands[columns.start >= self._count]
         band, own = self.band(rows, columns), None
+        most = max(1, *map(operator.sub, stops[rows], starts[rows]))
+        if _PACKED_PART * most < band.stop - band.start:
+            if rows.start == columns.start:
+                own = 0
+            first_columns, ends = (self._limits[columns.start >= self._count][:, rows] - columns.start).unbind()
+            return PackedMasks(first_columns, ends, columns.stop - columns.start, most, own, overwrites=overwrites)
         if rows.start == columns.start:
             own = rows.start - band.start
         place = slice(band.start - columns.start, band.stop - columns.start)
         return Masks(self._labels[rows], self._labels[band], own, band=place, overwrites=overwrites)
 
 
-def _bands_in(labels: Tensor, columns: Tensor, first: int) -> tuple[list[int], list[int]]:
-    """Return where the columns with each label begin and end, offset by ``first`` preceding columns. Both inputs are sorted."""
-    starts = torch.searchsorted(columns, labels) + first
-    stops = torch.searchsorted(columns, labels, right=True) + first
-    return starts.tolist(), stops.tolist()
+def _limits_in(labels: Tensor, columns: Tensor, first: int) -> Tensor:
+    """Return where the columns with each label begin and end, (2, B), offset by ``first`` preceding columns. Both inputs are sorted."""
+    starts = torch.searchsorted(columns, labels)
+    stops = torch.searchsorted(columns, labels, right=True)
+    return torch.stack([starts, stops]).add_(first)
 
 
 class HalfNumbers:

@@ -255,9 +255,15 @@ class SoftmaxPairLoss(PairLoss):
         if len(stats) == 2 and self.like.device.type == "cpu" and self.run is _call:
             # no entry is larger than the log-sum-exp of its row or of its column
             lowest, highest = torch.cat(lses).aminmax()
-            if highest - lowest < _CLOSE * math.log(torch.finfo(lowest.dtype).max):
-                factors = [count * (highest - each).exp_() for each, count in zip(lses, counts, strict=True)]
-                return *factors, -highest.expand(len(lses[1]))
+            are_close = highest - lowest < _CLOSE * math.log(torch.finfo(lowest.dtype).max)
+            if are_close and abs(highest) < formulas.MOST_EXPONENT:
+                shift = formulas.whole_power(float(highest))
+                shifts = highest.new_full((len(lses[1]),), -shift)
+                factors = [
+                    count * formulas.powers_of_e(each, -shifts[:1], -1)
+                    for each, count in zip(lses, counts, strict=True)
+                ]
+                return *factors, shifts
         offsets = [counts[0].log() - lses[0]]
         if len(stats) == 2:
             offsets.append(offsets[0] if stats[1] is stats[0] else counts[1].log() - lses[1])
@@ -457,6 +463,12 @@ class Contrastive(PairLoss):
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grads = self.run(formulas.contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
+        return numbers, grads if with_grads else []
+
+    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+        keys = _keys_of(tile)
+        margins, sign, limits = self.grad_options
+        numbers, grads = formulas.contrastive_rows(tile.matrix, keys, margins, sign, limits, self.records, skips=True)
         return numbers, grads if with_grads else []
 
     def far(

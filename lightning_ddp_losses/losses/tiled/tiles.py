@@ -17,11 +17,13 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+_BLOCK_ROWS = 64  # rows of a product with packed gradients, whose columns are few
 
 # ---------------------------------------------------------------------- masks
 
@@ -141,6 +143,25 @@ class Masks:
         self._overwrite_same(self.in_band(negatives), fill)
         return negatives, entries
 
+    def hide_(self, matrix: Tensor, fill: float) -> Tensor:
+        """Overwrite entries of a matrix (T, C) with equal labels, and return the entries for ``restore_``. Requires a band."""
+        entries = self.in_band(matrix).clone()
+        self._overwrite_same(self.in_band(matrix), fill)
+        return entries
+
+    def restore_(self, matrix: Tensor, entries: Tensor) -> None:
+        """Undo ``hide_``."""
+        self.in_band(matrix).copy_(entries)
+
+    def blocks(self, grad: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield blocks that cover the gradients of the band, (T, b): rows, columns, and the gradient. Requires a band."""
+        assert self.band is not None
+        yield slice(0, len(grad)), self.band, grad
+
+    def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
+        """Add ``alpha`` times (T, b) numbers, which are 0 for entries that are not positives, to values (T, C)."""
+        self.in_band(values).add_(added, alpha=alpha)
+
     def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
         """Return a copy of values with the lowest number outside the mask."""
         if self._lowest is None:
@@ -174,6 +195,77 @@ class Masks:
             band.copy_(torch.where(self.same, fill, band))
         else:
             band.masked_fill_(self.same, fill)
+
+
+class PackedMasks(Masks):
+    """Masks of a tile whose columns are sorted by label, with the b entries of each row that may be positives in place of a band.
+
+    If there are many classes, these are far fewer entries than the columns from the first to the last positive of any row.
+
+    Args:
+        starts: (T,), the first column with the label of each row.
+        stops: (T,), the end of the columns with the label of each row.
+        columns: C. Other columns have no label of the rows.
+        most: b, at least 1, and at least the number of columns with the label of any row.
+        own: Column of the first row itself if the rows are the columns from there on, else None.
+        overwrites: True if the tile's matrix may be overwritten.
+    """
+
+    def __init__(
+        self, starts: Tensor, stops: Tensor, columns: int, most: int, own: int | None, *, overwrites: bool
+    ) -> None:
+        starts, stops = (each.clamp(0, columns).unsqueeze(1) for each in (starts, stops))
+        places = starts + torch.arange(most, device=starts.device)
+        self._starts, self._stops, self._own_columns, self._overwrites = starts, stops, own, overwrites
+        self._same, self._positives, self._lowest = places < stops, None, None
+        # a row with fewer columns repeats its last one. If it has none, it repeats any other column
+        self._places = torch.minimum(places, (stops - 1).clamp_min_(0))
+        self.band = self._counts = None
+
+    @property
+    def positives(self) -> Tensor:
+        if self._positives is None:
+            self._positives = self.same
+            if isinstance(self._own_columns, int):
+                own = torch.arange(self._own_columns, self._own_columns + len(self.same)).unsqueeze(1)
+                self._positives = self.same & (self._places != own)
+        return self._positives
+
+    def in_band(self, values: Tensor) -> Tensor:
+        """Return the (T, b) entries of values (T, C) or (C,) that may belong to positives, in new memory."""
+        return values[self._places] if values.ndim == 1 else values.gather(1, self._places)
+
+    def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+        negatives = matrix if self._overwrites else matrix.clone()
+        return negatives, self.hide_(negatives, fill)
+
+    def hide_(self, matrix: Tensor, fill: float) -> Tensor:
+        entries = self.in_band(matrix)
+        matrix.scatter_(1, self._places, torch.where(self._starts < self._stops, fill, entries))
+        return entries
+
+    def restore_(self, matrix: Tensor, entries: Tensor) -> None:
+        matrix.scatter_(1, self._places, entries)
+
+    def weigh_negatives_(self, values: Tensor) -> Tensor:
+        self.hide_(values, 0)
+        return values
+
+    def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
+        self.add_in_band_(grad, values * self.same, -1)
+        return self.fill_itself(grad, 0)
+
+    def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
+        values.scatter_add_(1, self._places, added * alpha)
+
+    def blocks(self, grad: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+        for top in range(0, len(grad), _BLOCK_ROWS):
+            rows = slice(top, min(top + _BLOCK_ROWS, len(grad)))
+            first, last = int(self._starts[top]), int(self._stops[rows.stop - 1])
+            if first < last:
+                places = (self._places[rows] - first).clamp_(0, last - first - 1)
+                block = grad.new_zeros(len(places), last - first).scatter_add_(1, places, grad[rows])
+                yield rows, slice(first, last), block
 
 
 class CountedMasks(Masks):
