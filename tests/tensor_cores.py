@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.products import forms
+from tests.doors import forms
 
 __all__ = ["multiplying_bf16"]
 

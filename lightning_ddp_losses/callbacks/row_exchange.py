@@ -16,7 +16,6 @@ user can fix.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +52,8 @@ _LOOK_SECONDS = 1.0  # interval between queries for the calls in which peers wai
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
 _MAX_TENSORS = 8  # largest number of differences measured in one exchange
+# gives each NaN an object of its own. Python takes a NaN for equal to the same object in lists and sets
+_DECODER = json.JSONDecoder(parse_constant=float)
 T = TypeVar("T")
 
 
@@ -331,9 +332,7 @@ class RowExchange:
         own = [(facts, facts.numbers, facts.found) for facts in due]
         for facts in due:
             facts.numbers = None
-        # after a step, the notes of healthy ranks are equal and decoded once
-        decode = functools.cache(json.loads)
-        entries_by_check = zip(*map(decode, notes), strict=True)
+        entries_by_check = zip(*[_DECODER.decode(note.decode()) for note in notes], strict=True)
         found: list[tuple[Check, Finding]] = []
         for (facts, numbers, of_rank), entries in zip(own, entries_by_check, strict=True):
             check = facts.check

@@ -408,17 +408,6 @@ def next_node() -> int:
     return int(node._sequence_nr())
 
 
-class LeanFunction(torch.autograd.Function):
-    """A custom function that does not search its arguments for dead wrappers of ``torch.func``, which takes as long as an operator."""
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Add a node to the graph."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)  # type: ignore[no-untyped-call]
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
-
-
 def number_node_(result: Tensor, number: int) -> None:
     """Give the node of a custom ``autograd.Function`` another number."""
     node: Any = result.grad_fn

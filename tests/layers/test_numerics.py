@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import SyncBatchNorm
-from lightning_ddp_losses.core import batch_norm_kernels
 from lightning_ddp_losses.layers import batch_norm_function
 from lightning_ddp_losses.testing import RankPool
-from tests.doors import tensors_in
+from tests.doors import batch_norm_kernels, tensors_in
 from tests.oracle import cuts
 
 ROWS = 60

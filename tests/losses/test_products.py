@@ -22,9 +22,17 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses import tile_compiler, two_towers
-from lightning_ddp_losses.losses.products import forms, operands
 from lightning_ddp_losses.testing import RankPool
-from tests.doors import LogSumExp, RunningLogSumExp, max_and_sum_exp, product_choices, unit_roundoff, unit_rows
+from tests.doors import (
+    LogSumExp,
+    RunningLogSumExp,
+    forms,
+    max_and_sum_exp,
+    operands,
+    product_choices,
+    unit_roundoff,
+    unit_rows,
+)
 from tests.oracle import graded, joined, normal, own
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, microbatched, ssl
-from lightning_ddp_losses.losses.products import operands
-from tests.doors import TileResults
+from tests.doors import TileResults, operands
 from tests.losses.resident_growth import FEW, KINDS, MANY, PAIR_LOSSES, WORLDS
 from tests.processes import run_python
 

@@ -34,8 +34,17 @@ from lightning_ddp_losses import (
     SigLipLoss,
     differentiable,
 )
-from lightning_ddp_losses.losses.products import operands
-from tests.doors import Call, Scope, evaluator, gather_statistics, map_tensors, normalise, process_groups, tensors_in
+from tests.doors import (
+    Call,
+    Scope,
+    evaluator,
+    gather_statistics,
+    map_tensors,
+    normalise,
+    operands,
+    process_groups,
+    tensors_in,
+)
 from tests.doors import fingerprint_file as fingerprint
 from tests.losses import harness, sharded_cases, test_tiled, variants
 from tests.losses.cases import PML

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.cli import doctor
-from lightning_ddp_losses.losses.products import forms
 from lightning_ddp_losses.testing import RankPool
-from tests.doors import random_state, raw_collectives, rendezvous, torch_compat
+from tests.doors import forms, random_state, raw_collectives, rendezvous, torch_compat
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, fit, fit_alone
 

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.losses import global_batch
-from lightning_ddp_losses.losses.products.forms import ProductForm, choose_form
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
-from tests.doors import towers
+from tests.doors import ProductForm, choose_form, towers
 from tests.fits import Trained, listed
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences

@@ -40,31 +40,31 @@ def share(call: RowsCall, plain: Tensor, operator: str) -> Tensor:
     if call.is_over:
         return shared_now(plain, place)
     later = LaterSum(place)
-    awaited: Tensor = _Await.apply(plain, later)
+    awaited: Tensor = _Await.apply(plain, later)  # type: ignore[no-untyped-call]
     torch_compat.number_node_(awaited, call.waiting.first_node)
-    return _Share.apply(awaited, place, later)  # type: ignore[no-any-return]
+    return _Share.apply(awaited, place, later)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def shared_now(plain: Tensor, place: Place) -> Tensor:
     """Return a plain tensor as an operand of this rank's rows. Communication: one exchange in backward."""
-    return _Share.apply(plain, place, None)  # type: ignore[no-any-return]
+    return _Share.apply(plain, place, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def added_now(part: Tensor, place: Place) -> Tensor:
     """Return the sum over ranks of this rank's part. Communication: one exchange, none in backward."""
-    return _Add.apply(part, place)  # type: ignore[no-any-return]
+    return _Add.apply(part, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def stacked_now(part: Tensor, place: Place) -> Tensor:
     """Return the tensors of all ranks, (W, ...). Communication: one exchange, none in backward."""
     counts = (1,) * place.call.world_size
-    return _Gather.apply(part.unsqueeze(0), counts, 0, place)  # type: ignore[no-any-return]
+    return _Gather.apply(part.unsqueeze(0), counts, 0, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
     """Return the rows of all ranks. Communication: one handshake, and one gather if they do not fit into it."""
     place = Place(call, operator, line_of_loss())
-    return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return]
+    return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cut(call: RowsCall, plain: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
@@ -77,7 +77,7 @@ def cut(call: RowsCall, plain: Tensor, counts: tuple[int, ...], dim: int, operat
 
 def cut_at(plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
     """Return this rank's rows of a plain tensor."""
-    return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return]
+    return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def collect(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
@@ -86,7 +86,7 @@ def collect(call: RowsCall, rows: Tensor, counts: tuple[int, ...], dim: int, ope
     Communication: as ``gather``. In backward one handshake, and one reduce-scatter if the gradient does not fit into it.
     """
     place = Place(call, operator, line_of_loss())
-    return _Collect.apply(rows, counts, dim, place)  # type: ignore[no-any-return]
+    return _Collect.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---------------------------------------------------------------------- sums of backward
@@ -131,7 +131,7 @@ def _exchange_noted(call: RowsCall) -> None:
         each.value = value
 
 
-class _Await(torch_compat.LeanFunction):
+class _Await(torch.autograd.Function):
     """A plain tensor. Backward returns the sum over ranks of its gradient, of which ``_Share`` has recorded this rank's part."""
 
     @staticmethod
@@ -146,7 +146,7 @@ class _Await(torch_compat.LeanFunction):
         return grads[0] if found is None else found, None
 
 
-class _Share(torch_compat.LeanFunction):
+class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plain: Tensor, place: Place, later: LaterSum | None) -> Tensor:
         ctx.place, ctx.later = place, later
@@ -163,7 +163,7 @@ class _Share(torch_compat.LeanFunction):
 # ---------------------------------------------------------------------- maps that exchange now
 
 
-class _Add(torch_compat.LeanFunction):
+class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, place: Place) -> Tensor:
         ctx.place = place
@@ -174,7 +174,7 @@ class _Add(torch_compat.LeanFunction):
         return shared_now(grads[0], ctx.place.backward()), None
 
 
-class _Gather(torch_compat.LeanFunction):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -185,7 +185,7 @@ class _Gather(torch_compat.LeanFunction):
         return cut_at(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
 
 
-class _Cut(torch_compat.LeanFunction):
+class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -194,10 +194,10 @@ class _Cut(torch_compat.LeanFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
+        return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Collect(torch_compat.LeanFunction):
+class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -205,10 +205,10 @@ class _Collect(torch_compat.LeanFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Scatter.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
+        return _Scatter.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
 
 
-class _Scatter(torch_compat.LeanFunction):
+class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
         ctx.place, ctx.counts, ctx.dim = place, counts, dim
@@ -216,7 +216,7 @@ class _Scatter(torch_compat.LeanFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Collect.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None
+        return _Collect.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------- exchanges of rows

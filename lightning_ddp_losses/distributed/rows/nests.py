@@ -22,7 +22,7 @@ def mapped(function: Callable[[Tensor], Any], nest: Any) -> Any:
     if isinstance(nest, (list, tuple)):
         found = [mapped(function, each) for each in nest]
         return type(nest)(*found) if hasattr(nest, "_fields") else type(nest)(found)
-    if isinstance(nest, dict) and nest:
+    if isinstance(nest, dict):
         return {key: mapped(function, each) for key, each in nest.items()}
     return nest
 
@@ -35,8 +35,6 @@ def tensors_in(nest: Any) -> list[Tensor]:
 
 
 def _add_tensors_(found: list[Tensor], nest: Any) -> None:
-    if type(nest) in _NUMBERS:
-        return
     if isinstance(nest, Tensor):
         found.append(nest)
     elif isinstance(nest, (list, tuple)):

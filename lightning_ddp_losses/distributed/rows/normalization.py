@@ -107,10 +107,10 @@ def _normalized(rows: GlobalRows, statistics: _Statistics) -> Tensor:
     place = Place(call, "batch_norm", line_of_loss())
     later = None if call.is_over else LaterSum(place)
     context = _Context(place, later, rows._counts, statistics)
-    awaited: Tensor = _Await.apply(local, context)
+    awaited: Tensor = _Await.apply(local, context)  # type: ignore[no-untyped-call]
     if later is not None:
         torch_compat.number_node_(awaited, call.waiting.first_node)
-    return _Normalize.apply(awaited, context)  # type: ignore[no-any-return]
+    return _Normalize.apply(awaited, context)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Context(NamedTuple):
@@ -129,7 +129,7 @@ class _Context(NamedTuple):
     statistics: _Statistics
 
 
-class _Normalize(torch_compat.LeanFunction):
+class _Normalize(torch.autograd.Function):
     """The normalized rows. Backward records this rank's part of the two sums, and returns the gradient of the result."""
 
     @staticmethod
@@ -149,7 +149,7 @@ class _Normalize(torch_compat.LeanFunction):
         return grad, None
 
 
-class _Await(torch_compat.LeanFunction):
+class _Await(torch.autograd.Function):
     """The rows. Backward turns the gradient of the normalized rows into that of the rows, with the sums over all ranks."""
 
     @staticmethod

@@ -155,10 +155,10 @@ def _wait_for(call: RowsCall, part: Tensor, place: Place, kind: str) -> Tensor:
     if call.is_over or torch.is_inference_mode_enabled():
         # a checkpoint that recomputes in backward
         return added_now(part, place) if kind == SUM else stacked_now(part, place)
-    return _Later.apply(part, place, kind)  # type: ignore[no-any-return]
+    return _Later.apply(part, place, kind)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Later(torch_compat.LeanFunction):
+class _Later(torch.autograd.Function):
     """A sum, or a stack of all ranks' tensors, that is exchanged later."""
 
     @staticmethod
@@ -178,7 +178,7 @@ class _Later(torch_compat.LeanFunction):
         return own.squeeze(0), None, None
 
 
-class _Known(torch_compat.LeanFunction):
+class _Known(torch.autograd.Function):
     """The value of a sum, with the graph of its part."""
 
     @staticmethod
@@ -216,7 +216,7 @@ def _deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pendi
     has_grad_mode = torch.is_grad_enabled()
     operation = Operation(func, args, kwargs, has_grad_mode, text, tuple(versions))
     if has_grad_mode and any(each._needs_grad for each in given):
-        return _Deferred.apply(operation, form, *given)  # type: ignore[no-any-return]
+        return _Deferred.apply(operation, form, *given)  # type: ignore[no-any-return, no-untyped-call]
     return _waiting_for(operation, form, given[0], needs_grad=False)
 
 
@@ -258,7 +258,7 @@ def _waiting_for(operation: Operation, form: Tensor, like: PendingValue, *, need
     return made
 
 
-class _Deferred(torch_compat.LeanFunction):
+class _Deferred(torch.autograd.Function):
     """A deferred operator. Its graph is used by calls that are not functions of torch, such as a custom ``autograd.Function``."""
 
     @staticmethod
@@ -398,12 +398,12 @@ def _resolve(pending: PendingValue) -> None:
     if operation is None:
         assert pending._value is not None
         with torch.enable_grad():
-            pending._plain = _Known.apply(pending) if pending._needs_grad else pending._value
+            pending._plain = _Known.apply(pending) if pending._needs_grad else pending._value  # type: ignore[no-untyped-call]
     else:
         for tensor, version in operation.versions:
             if tensor._version != version:
                 raise _written(pending, operation, " before the result is used")
-        args, kwargs = [mapped(plain_of, each) for each in operation.args], mapped(plain_of, operation.kwargs)
+        args, kwargs = mapped(plain_of, (operation.args, operation.kwargs))
         with torch.set_grad_enabled(operation.has_grad_mode):
             pending._plain = operation.func(*args, **kwargs)
     assert pending._plain is not None
