@@ -72,7 +72,7 @@ BY_HAND: dict[str, list[int]] = {
     # backward: the gradients of both means
     "vicreg": [1 + D, 3 * D + D * D + D, 3 * D + D * D, 2 * D],
     # moments of each rank, of one view and of the other, and their correlation; backward: the gradients of both
-    "barlow of torch": [2 * D, 2 * D, D * D, 4 * D],
+    "barlow of torch": [3 * D, 3 * D, D * D, 4 * D],
 }
 
 

@@ -81,10 +81,12 @@ class _Statistics(NamedTuple):
 def _statistics_of(rows: GlobalRows, number: int, eps: float) -> _Statistics:
     """Merge the moments of all ranks (Chan et al.). Communication: one exchange, which is awaited."""
     channels, per_row = rows._shape[1], number // sum(rows._counts)
-    moments = batch_norm_kernels.local_moments(rows._local.detach(), rows._local.shape[0] * per_row)
-    means, squares = plain_of(stack(rows._call, moments.view(2, channels), "batch_norm")).unbind(1)
-    shares = [count * per_row / number for count in rows._counts]
-    weights = means.new_tensor(shares).unsqueeze(1)
+    own_number = rows._local.shape[0] * per_row
+    moments = batch_norm_kernels.local_moments(rows._local.detach(), own_number)
+    # the number is sent, too: weights from the host would be copied to the device in each call
+    moments = torch.cat([moments, moments.new_full((channels,), own_number)])
+    means, squares, numbers = plain_of(stack(rows._call, moments.view(3, channels), "batch_norm")).unbind(1)
+    weights = numbers / number
     mean = (weights * means).sum(0)
     var = squares.sum(0) / number + (weights * (means - mean).square()).sum(0)
     return _Statistics(number, mean, var, eps)

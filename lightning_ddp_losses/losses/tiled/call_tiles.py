@@ -187,26 +187,18 @@ class CallTiles:
             sums: Gradients of all rows and columns.
             mirrored: Columns that are also rows, as in ``Place``.
         """
-        matrix, first = tile.matrix, 0 if tile.columns is None else tile.columns.start
-        if grad.shape == matrix.shape:
-            self._add_block_(tile.rows, tile.columns, matrix, grad, sums, mirrored)
-            return
-        for rows, columns, block in tile.keys.blocks(grad):  # type: ignore[union-attr]
-            place = slice(first + columns.start, first + columns.stop)
-            of_tile = slice(tile.rows.start + rows.start, tile.rows.start + rows.stop)
-            self._add_block_(of_tile, place, matrix[rows, columns], block, sums, mirrored)
-
-    def _add_block_(
-        self, rows: slice, place: slice | None, matrix: Tensor, grad: Tensor, sums: GradSums, mirrored: slice | None
-    ) -> None:
-        """Add the gradients of some rows and columns, or of all columns if ``place`` is None. Other arguments as for ``add_vjp_``."""
-        row_sums, column_sums = sums
-        row_side, column_side = Side(self.rows.part(rows), row_sums[rows]), Side(self.columns, column_sums)
+        matrix, place, (row_sums, column_sums) = tile.matrix, tile.columns, sums
+        if grad.shape != matrix.shape:
+            band, grad = tile.keys.grad_of_band(grad)  # type: ignore[union-attr]
+            matrix, first = matrix[:, band], 0 if place is None else place.start
+            place = slice(first + band.start, first + band.stop)
+        row_side = Side(self.rows.part(tile.rows), row_sums[tile.rows])
+        column_side = Side(self.columns, column_sums)
         if place is not None:
             column_side = Side(self.columns.part(place), None if column_sums is None else column_sums[place])
         if mirrored is not None and place is not None and mirrored.start < place.stop:
             first = max(mirrored.start, place.start)
-            row_side = row_side._replace(as_columns=self.columns.part(rows))
+            row_side = row_side._replace(as_columns=self.columns.part(tile.rows))
             column_side = column_side._replace(sums=row_sums[first : place.stop], first=first - place.start)
         self._distance.vjp_(row_side, column_side, self._scale, matrix, grad)
 

@@ -17,13 +17,11 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-_BLOCK_ROWS = 64  # rows of a product with packed gradients, whose columns are few
 
 # ---------------------------------------------------------------------- masks
 
@@ -153,10 +151,10 @@ class Masks:
         """Undo ``hide_``."""
         self.in_band(matrix).copy_(entries)
 
-    def blocks(self, grad: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield blocks that cover the gradients of the band, (T, b): rows, columns, and the gradient. Requires a band."""
+    def grad_of_band(self, grad: Tensor) -> tuple[slice, Tensor]:
+        """Return the columns of the band, and the gradient of its entries, given that of ``in_band``. Requires a band."""
         assert self.band is not None
-        yield slice(0, len(grad)), self.band, grad
+        return self.band, grad
 
     def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
         """Add ``alpha`` times (T, b) numbers, which are 0 for entries that are not positives, to values (T, C)."""
@@ -258,14 +256,10 @@ class PackedMasks(Masks):
     def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
         values.scatter_add_(1, self._places, added * alpha)
 
-    def blocks(self, grad: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        for top in range(0, len(grad), _BLOCK_ROWS):
-            rows = slice(top, min(top + _BLOCK_ROWS, len(grad)))
-            first, last = int(self._starts[top]), int(self._stops[rows.stop - 1])
-            if first < last:
-                places = (self._places[rows] - first).clamp_(0, last - first - 1)
-                block = grad.new_zeros(len(places), last - first).scatter_add_(1, places, grad[rows])
-                yield rows, slice(first, last), block
+    def grad_of_band(self, grad: Tensor) -> tuple[slice, Tensor]:
+        first, last = map(int, self._places.aminmax())
+        spread = grad.new_zeros(len(grad), last + 1 - first).scatter_add_(1, self._places - first, grad)
+        return slice(first, last + 1), spread
 
 
 class CountedMasks(Masks):
