@@ -10,14 +10,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_metric_learning import distances, reducers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import Operators
-from tests.doors import TiledCall, call_tiles, log_sum_exps
-from tests.oracle import assert_close, graded, normal
+from tests.doors import PackedMasks, TiledCall, call_tiles, half_tiles, log_sum_exps
+from tests.oracle import Found, Place, assert_close, graded, normal, parity
 
 ROWS, DIM = 48, 5
 TILE_BYTES = ROWS * 8 * 2  # two rows against all columns: tiles of nine by ten
@@ -62,6 +64,23 @@ def test_half_of_the_matrix_is_the_whole(loss: str, labels: str) -> None:
     assert wrapped.evaluation == "tiled, symmetric"
     expected = graded(LOSSES[loss]().double()(truth, given), rows=truth)
     assert_close(graded(wrapped(leaf, given), rows=leaf), expected)
+
+
+def of_many_classes(place: Place, loss: str, tile_bytes: int) -> Found:
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
+    ours = GlobalBatchLoss(LOSSES[loss]().double(), mode="rows", tile_bytes=tile_bytes)
+    with mock.patch.object(half_tiles, "PackedMasks", wraps=PackedMasks) as packed:
+        found = place.evaluated(LOSSES[loss]().double(), ours, rows(), (torch.arange(ROWS) // 2)[order])
+    # otherwise the cases would not be about them
+    assert packed.called or place.alone or not place.sizes[dist.get_rank()]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(48,), (20, 28), (18, 0, 30), (16, 16, 16)])
+@pytest.mark.parametrize("tile_bytes", [TILE_BYTES, 6 * TILE_BYTES])
+def test_a_few_positives_among_many_classes(pool: RankPool, tile_bytes: int, sizes: tuple[int, ...]) -> None:
+    """Masks are packed: positives of other ranks, too."""
+    parity(pool, of_many_classes, sizes, tile_bytes, cases=LOSSES)
 
 
 NEAR: dict[str, Callable[[], nn.Module]] = {
