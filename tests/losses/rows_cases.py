@@ -415,6 +415,12 @@ def barlow_of_torch(a: Tensor, b: Tensor) -> Tensor:
     return (c.diagonal() - 1).pow(2).sum() + 0.005 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
 
 
+def penalty_of_batch_norm(x: Tensor, y: Tensor) -> Tensor:
+    normal = F.batch_norm(x, None, None, training=True)
+    (slope,) = torch.autograd.grad(normal.pow(3).tanh().mean(), x, create_graph=True)
+    return normal.pow(4).mean() + slope.norm(dim=1).sub(1).square().mean()
+
+
 def huge(x: Tensor, y: Tensor) -> Tensor:
     return torch.logsumexp(x * 300, dim=(0, 1)) + (x * 300).softmax(0).square().sum() + x.amax(0).square().sum()
 
@@ -504,6 +510,7 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "halves": (halves, classes),
     "a module with statistics": (batch_norm_module, classes),
     "barlow of torch": (barlow_of_torch, views),
+    "penalty of batch norm": (penalty_of_batch_norm, classes),
     "huge": (huge, classes),
     "quantiles": (quantiles, classes),
 }
