@@ -75,6 +75,7 @@ class CallTiles:
         rows: This rank's rows in the order of the tiles, in the form that the distance stores.
         columns: All columns, in their order and form.
         places: Position of each tile in the matrix.
+        distance: Distances of the tiles.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class CallTiles:
         embeddings, references, everyone = call.given["embeddings"], call.references, call.arguments["embeddings"]
         self.embeddings = embeddings = match_requires_grad(embeddings, everyone.requires_grad)
         # rows and columns in the form in which they are compared
-        tiles = self._distance = tile_distance(distance, len(references), products)
+        tiles = self.distance = tile_distance(distance, len(references), products)
         columns = tiles.prepare(references)
         is_one_batch = references is everyone
         if is_one_batch:
@@ -122,11 +123,11 @@ class CallTiles:
         if not (count and width):
             return []
         if isinstance(self.pairs, OwnFirstPairs):
-            entry_bytes = self._distance.row_bytes(1, self._like)
+            entry_bytes = self.distance.row_bytes(1, self._like)
             most = max(1, (tile_bytes or HALF_TILE_BYTES) // entry_bytes)
             height = max(1, min(HALF_TILE_ROWS, int(most**0.5)))
             return list(self.pairs.places(height, most // height))
-        most = rows_of_a_tile(self._distance.row_bytes(width, self._like), width, device, tile_bytes)
+        most = rows_of_a_tile(self.distance.row_bytes(width, self._like), width, device, tile_bytes)
         size = -(-count // -(-count // most))
         return [Place(slice(start, min(start + size, count)), slice(0, width)) for start in range(0, count, size)]
 
@@ -161,7 +162,7 @@ class CallTiles:
 
         If an earlier pass has kept the matrix, it is not computed.
         """
-        matrix, overwrites = self.kept(place), not (keep or self._distance.needs_matrix_in_vjp)
+        matrix, overwrites = self.kept(place), not (keep or self.distance.needs_matrix_in_vjp)
         if matrix is None:
             matrix = self.matrix(place)
         if isinstance(self.pairs, OwnFirstPairs):
@@ -169,14 +170,18 @@ class CallTiles:
             return Tile(matrix, place.rows, masks, place.columns)
         return Tile(matrix, place.rows, self.pairs.masks(place.rows, overwrites=overwrites))
 
-    def matrix(self, place: Place) -> Tensor:
-        """Compute the scaled distances of some rows and columns, in memory that is kept or that all tiles of a pass share."""
+    def matrix(self, place: Place, *, finished: bool = True) -> Tensor:
+        """Compute the scaled distances of some rows and columns, in memory that is kept or that all tiles of a pass share.
+
+        If not ``finished``, only ``TileDistance.start`` is computed.
+        """
         out, shape = self.kept(place), _shape(place)
         if out is None:
             if self._buffer.numel() < math.prod(shape):
                 self._buffer = self._like.new_empty(shape).view(-1)
             out = self._buffer[: math.prod(shape)].view(shape)
-        return self._distance.matrix(self.rows.part(place.rows), self.columns.part(place.columns), self._scale, out)
+        compute = self.distance.matrix if finished else self.distance.start
+        return compute(self.rows.part(place.rows), self.columns.part(place.columns), self._scale, out)
 
     def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums, mirrored: slice | None = None) -> None:
         """Add the gradients of rows and columns, given the gradient of a tile's matrix or of its band of columns.
@@ -189,18 +194,21 @@ class CallTiles:
         """
         matrix, place, (row_sums, column_sums) = tile.matrix, tile.columns, sums
         if grad.shape != matrix.shape:
-            band, grad = tile.keys.grad_of_band(grad)  # type: ignore[union-attr]
+            band: slice = tile.keys.band  # type: ignore[union-attr, assignment]
             matrix, first = matrix[:, band], 0 if place is None else place.start
             place = slice(first + band.start, first + band.stop)
         row_side = Side(self.rows.part(tile.rows), row_sums[tile.rows])
         column_side = Side(self.columns, column_sums)
         if place is not None:
             column_side = Side(self.columns.part(place), None if column_sums is None else column_sums[place])
+        if tile.places is not None:
+            self.distance.few_vjp_(row_side, column_side, self._scale, matrix, grad, tile.places)
+            return
         if mirrored is not None and place is not None and mirrored.start < place.stop:
             first = max(mirrored.start, place.start)
             row_side = row_side._replace(as_columns=self.columns.part(tile.rows))
             column_side = column_side._replace(sums=row_sums[first : place.stop], first=first - place.start)
-        self._distance.vjp_(row_side, column_side, self._scale, matrix, grad)
+        self.distance.vjp_(row_side, column_side, self._scale, matrix, grad)
 
     def zeros(self, *, columns: bool = True) -> GradSums:
         """Return sums of zeros for ``add_vjp_``, for rows and, if ``columns`` and the references require a gradient, for columns."""
@@ -217,7 +225,7 @@ class CallTiles:
 
     def vjp(self, row_sums: Tensor, column_sums: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``with_graph``, from the sums of rows and columns."""
-        distance, references, columns_grad = self._distance, self.references, None
+        distance, references, columns_grad = self.distance, self.references, None
         rows_grad = undo_order(distance.rows_grad_(self.rows, row_sums), self.pairs.row_order)
         if column_sums is not None and references is not None and self._prepared_references is not None:
             columns_grad = undo_order(distance.columns_grad_(self.columns, column_sums), self.pairs.column_order)

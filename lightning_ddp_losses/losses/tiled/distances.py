@@ -19,6 +19,7 @@ from lightning_ddp_losses.losses.products import forms, operands
 
 # torch.cdist subtracts row by row if neither side has more rows than this, and otherwise multiplies matrices (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
+_ROUNDED = 8  # upper bound of the relative error of a squared number and its root, in units of the dtype's precision
 
 
 class Side(NamedTuple):
@@ -42,6 +43,12 @@ class Side(NamedTuple):
             kept = partners.as_columns or partners.kept
             wanted = matrix_grad[self.first :] if self.first else matrix_grad
             self.sums.addmm_(wanted, kept.rows, alpha=alpha)
+
+    def add_few_(self, weights: Tensor, columns: Tensor, partners: Side, alpha: float) -> None:
+        """Add to each row the sum of a few partners, given their weights and columns, (n, p) each."""
+        assert self.sums is not None
+        added = torch.nn.functional.embedding_bag(columns, partners.kept.rows, per_sample_weights=weights, mode="sum")
+        self.sums.add_(added, alpha=alpha)
 
 
 class TileDistance:
@@ -96,7 +103,35 @@ class TileDistance:
 
     def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         """Compute (T, C), ``scale`` times the distances between stored rows and columns, into ``out``."""
+        return self.finish_(self.start(rows, columns, scale, out), scale)
+
+    def start(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
+        """Compute (T, C) numbers, from which ``finish_`` computes ``matrix``, into ``out``. Larger distances have larger numbers."""
         return torch.mul(self._compute(rows.rows, columns.rows), scale, out=out)
+
+    def finish_(self, started: Tensor, scale: float) -> Tensor:
+        """Return scaled distances, given the result of ``start`` or some entries of it, in their memory."""
+        return started
+
+    def started(self, distance: float, dtype: torch.dtype) -> float:
+        """Return a number whose ``finish_`` with scale 1 is at least a distance, as is that of all larger numbers."""
+        return distance
+
+    def few_vjp_(self, rows: Side, columns: Side, scale: float, entries: Tensor, grad: Tensor, places: Tensor) -> None:
+        """Add the contribution of the gradient of a few entries of each row to the sums of rows.
+
+        Args:
+            rows: Rows of the tile.
+            columns: Its columns. Their sums are not changed.
+            scale: Same as in ``matrix``.
+            entries: (T, p), entries of ``matrix``. May be overwritten.
+            grad: (T, p), may be overwritten.
+            places: (T, p), the column of each entry. A column may be repeated in a row.
+        """
+        first, last = map(int, places.aminmax())
+        columns = Side(columns.kept.part(slice(first, last + 1)), None)
+        matrix_grad = grad.new_zeros(len(grad), last + 1 - first).scatter_add_(1, places - first, grad)
+        self.vjp_(rows, columns, scale, matrix_grad, matrix_grad)
 
     def rows_grad_(self, rows: operands.Operand, sums: Tensor) -> Tensor:
         """Convert the sums that ``vjp_`` added up for the stored rows into gradients (n, D) of the prepared rows. Overwrites ``sums``."""
@@ -132,18 +167,21 @@ class TileDistance:
 class DotProduct(TileDistance):
     """Similarity as a product of rows. Its gradient is two matrix products."""
 
-    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
+    def start(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         return torch.addmm(out, rows.rows, columns.rows.T, beta=0, alpha=scale, out=out)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         rows.addmm_(matrix_grad, columns, scale)
         columns.addmm_(matrix_grad.T, rows, scale)
 
+    def few_vjp_(self, rows: Side, columns: Side, scale: float, entries: Tensor, grad: Tensor, places: Tensor) -> None:
+        rows.add_few_(grad, places, columns, scale)
+
 
 class TensorCoreProduct(TileDistance):
     """Similarity as a product of bf16 rows, or of parts of rows, on tensor cores."""
 
-    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
+    def start(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         factors = rows.factors
         factors = out.new_full((1,), scale) if factors is None else factors * scale
         return operands.add_factors_(operands.product(rows.left, columns.right, out=out), factors, columns.factors)
@@ -179,22 +217,36 @@ class EuclideanDistance(TileDistance):
         squares = prepared.rows.square().sum(1, keepdim=True)
         return operands.Operand(torch.cat([prepared.rows, squares, torch.ones_like(squares)], 1))
 
-    def matrix(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
+    def start(self, rows: operands.Operand, columns: operands.Operand, scale: float, out: Tensor) -> Tensor:
         with forms.without_tf32(out.device):  # squares of close points cancel
-            torch.mm(rows.rows, columns.rows.T, out=out)
-        out.clamp_min_(0).sqrt_()
+            return torch.mm(rows.rows, columns.rows.T, out=out)
+
+    def finish_(self, started: Tensor, scale: float) -> Tensor:
+        started.clamp_min_(0).sqrt_()
         if scale != 1:
-            out.mul_(scale)
-        return out
+            started.mul_(scale)
+        return started
+
+    def started(self, distance: float, dtype: torch.dtype) -> float:
+        # more than its square by what the square and the root are rounded
+        shortest = max(distance, 0.0)
+        return shortest * shortest * (1 + _ROUNDED * torch.finfo(dtype).eps)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        # gradient divided by |scale x distance|, 0 if points coincide. ``factor`` restores the scale and its sign
-        scaled_distance = matrix if scale > 0 else matrix.abs_()
-        ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
-        factor = scale * abs(scale)
+        ratio, factor = self._over_distance_(scale, matrix, matrix_grad)
         with forms.without_tf32(ratio.device):
-            rows.addmm_(ratio, columns, -factor)
-            columns.addmm_(ratio.T, rows, -factor)
+            rows.addmm_(ratio, columns, factor)
+            columns.addmm_(ratio.T, rows, factor)
+
+    def few_vjp_(self, rows: Side, columns: Side, scale: float, entries: Tensor, grad: Tensor, places: Tensor) -> None:
+        ratio, factor = self._over_distance_(scale, entries, grad)
+        rows.add_few_(ratio, places, columns, factor)
+
+    def _over_distance_(self, scale: float, entries: Tensor, grad: Tensor) -> tuple[Tensor, float]:
+        """Return the gradient divided by |scale x distance|, 0 if points coincide, and its factor, which has the scale and its sign."""
+        scaled_distance = entries if scale > 0 else entries.abs_()
+        ratio = grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
+        return ratio, -scale * abs(scale)
 
     def rows_grad_(self, rows: operands.Operand, sums: Tensor) -> Tensor:
         # the gradient is the sum of r_ij (x_i - y_j). ``sums`` contains the sums of r_ij y_j and, in the last column, of r_ij

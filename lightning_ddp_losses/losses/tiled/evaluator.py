@@ -42,8 +42,9 @@ from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tiled import call_tiles
 from lightning_ddp_losses.losses.tiled.call_tiles import CallTiles, GradSums, in_order, rows_of_a_tile, undo_order
 from lightning_ddp_losses.losses.tiled.distances import is_one_product, tile_distance
+from lightning_ddp_losses.losses.tiled.half_margins import HalfMargins
 from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, HalfNumbers, OwnFirstPairs
-from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
 from lightning_ddp_losses.losses.tiled.tiles import (
     NamedPairs,
     NamedTriplets,
@@ -359,7 +360,10 @@ class TiledForward:
         if isinstance(tiles.pairs, OwnFirstPairs):
             if backward_comes and not with_grads and self._tiled.tile_bytes is None:
                 tiles.keep(call_tiles.KEPT_BYTES)
-            numbers = self._numbers_of_halves(tiles.pairs, with_grads=with_grads)
+            if isinstance(pair_loss, Contrastive):
+                numbers = self._numbers_inside_margins(tiles.pairs, pair_loss, with_grads=with_grads)
+            else:
+                numbers = self._numbers_of_halves(tiles.pairs)
         else:
             numbers = self._numbers_of_rows(keeps=keeps, with_grads=with_grads)
         labels = call.local_labels
@@ -383,13 +387,12 @@ class TiledForward:
                 self._kept_tile = tile
         return tuple(stored.joined() for stored in results) or pair_loss.nothing(len(tiles.rows.rows))
 
-    def _numbers_of_halves(self, pairs: OwnFirstPairs, *, with_grads: bool) -> tuple[Tensor, ...]:
+    def _numbers_of_halves(self, pairs: OwnFirstPairs) -> tuple[Tensor, ...]:
         """Return the numbers of all rows, from tiles that cover half of the matrix."""
         tiles = self._tiles
         half = HalfNumbers(self._pair_loss, pairs, len(tiles.rows.rows))
         for place in tiles:
-            for tile, grads in half.add(place, tiles.matrix(place), with_grads=with_grads):
-                self._add_grads(tile, grads, place.mirrored)
+            half.add(place, tiles.matrix(place))
         for place in tiles:
             band = half.positives_in(place)
             if band is None:
@@ -401,12 +404,23 @@ class TiledForward:
                 half.add_positives(band, kept[:, band.columns.start - first : band.columns.stop - first])
         return half.numbers
 
-    def _add_grads(self, tile: Tile, grads: Sequence[Tensor], mirrored: slice | None = None) -> None:
+    def _numbers_inside_margins(
+        self, pairs: OwnFirstPairs, pair_loss: Contrastive, *, with_grads: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the numbers of all rows in the same way for a loss with margins, and add its gradients."""
+        tiles = self._tiles
+        half = HalfMargins(pair_loss, pairs, tiles.distance, len(tiles.rows.rows), with_grads=with_grads)
+        for place in tiles:
+            for kind, tile, grad, mirrored in half.add(place, tiles.matrix(place, finished=not with_grads)):
+                tiles.add_vjp_(tile, grad, self._grad_sums[kind], mirrored)
+        return half.numbers
+
+    def _add_grads(self, tile: Tile, grads: Sequence[Tensor]) -> None:
         """Add the gradients of rows and columns for each sub-loss, if forward computes them."""
         for sums, grad in zip(self._grad_sums, grads, strict=True):
             # on an accelerator, an additional product is cheaper than waiting for the values
-            if grad.device.type != "cpu" or (grad.numel() and any(map(bool, grad.aminmax()))):
-                self._tiles.add_vjp_(tile, grad, sums, mirrored)
+            if grad.device.type != "cpu" or any(map(bool, grad.aminmax())):
+                self._tiles.add_vjp_(tile, grad, sums)
 
     # the exchanged statistics
 

@@ -72,6 +72,11 @@ class OwnFirstPairs(Pairs):
         self._bands: list[list[list[int]]] = [each.tolist() for each in self._limits]
         self.matching = int(torch.unique(column_labels, return_counts=True)[1].square().sum())
 
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers of positives and of negatives of each row, (B,)."""
+        same = torch.stack(self._limits).diff(dim=1).sum(0).squeeze(0)
+        return same - 1, len(self._labels) - same
+
     def places(self, height: int, width: int) -> Iterator[Place]:
         """Yield tiles of at most ``height`` rows and ``width`` columns. ``width`` must be at least ``height``."""
         count, total = self._count, len(self._labels)
@@ -135,43 +140,32 @@ class HalfNumbers:
         """The numbers of all rows, (B,) each."""
         return *self._numbers, *self._of_positives
 
-    def add(self, place: Place, matrix: Tensor, *, with_grads: bool) -> list[tuple[Tile, list[Tensor]]]:
+    def add(self, place: Place, matrix: Tensor) -> None:
         """Add the numbers of a tile.
 
         Args:
             place: Position of the tile.
             matrix: (T, C). Entries of rows with themselves are overwritten.
-            with_grads: As in ``PairLoss.rows``.
-
-        Returns:
-            Parts of the tile with their gradients for each sub-loss, or an empty list unless ``with_grads``.
         """
         rows, columns, mirrored = place
         # the columns up to the last possible positive, and the columns after it. In columns of other ranks positives may be anywhere
         end, band = columns.start, self._pairs.band(rows, columns)
         if band.start < band.stop:
             end = columns.stop if mirrored is None else band.stop
-        found = []
         if end > columns.start:
             near = slice(columns.start, end)
             tile = self._tile(rows, near, matrix[:, : end - columns.start])
-            numbers, grads = self._pair_loss.part(tile, with_grads=with_grads)
-            self._join_(rows, numbers)
+            self._join_(rows, self._pair_loss.part(tile))
             if mirrored is not None and mirrored.start < end:
                 near = slice(mirrored.start, end)
                 transposed = matrix[:, near.start - columns.start : near.stop - columns.start].T
-                numbers, _ = self._pair_loss.part(self._tile(near, rows, transposed), with_grads=False)
-                self._join_(near, numbers)
-            found.append((tile, grads))
+                self._join_(near, self._pair_loss.part(self._tile(near, rows, transposed)))
         if end < columns.stop:
             far = slice(end, columns.stop)
-            tile = self._tile(rows, far, matrix[:, end - columns.start :])
-            of_rows, of_columns, grads = self._pair_loss.far(tile, both=mirrored is not None, with_grads=with_grads)
+            of_rows, of_columns = self._pair_loss.far(matrix[:, end - columns.start :], both=mirrored is not None)
             self._join_(rows, of_rows, self._pair_loss.of_far)
             if of_columns is not None:
                 self._join_(far, of_columns, self._pair_loss.of_far)
-            found.append((tile, grads))
-        return found if with_grads else []
 
     def positives_in(self, place: Place) -> Place | None:
         """Return the part of a tile with positives, if their numbers depend on all negatives, or None if nothing has to be computed."""

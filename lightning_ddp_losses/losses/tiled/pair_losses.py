@@ -34,6 +34,7 @@ _CLOSE = 0.65  # log-sum-exps within this range, in units of the largest exponen
 
 def _keys_of(tile: Tile) -> Keys:
     """Return the masks of a tile, for a loss that does not compare triplets."""
+    assert tile.keys is not None
     assert not isinstance(tile.keys, Triplets)
     return tile.keys
 
@@ -127,20 +128,18 @@ class PairLoss:
         """
         raise NotImplementedError
 
-    # numbers of rows that are split over several tiles (``half_tiles``), if the loss is symmetric
+    # numbers of rows that are split over several tiles (``half_tiles``), if the loss is symmetric and has a softmax
 
     def start(self, rows: int) -> formulas.Numbers:
         """Return initial numbers of rows, (rows,) each. If ``positives_last``, the numbers of positives are left out."""
         return self.nothing(rows)
 
-    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+    def part(self, tile: Tile) -> formulas.Numbers:
         """Compute ``rows`` for some of the columns. If ``positives_last``, the numbers of positives are left out."""
-        return self.rows(tile, with_grads=with_grads)
+        return self.rows(tile, with_grads=False)[0]
 
-    def far(
-        self, tile: Tile, *, both: bool, with_grads: bool
-    ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
-        """Compute ``part`` for a tile whose entries are all negatives, but only the numbers ``of_far``.
+    def far(self, matrix: Tensor, *, both: bool) -> tuple[formulas.Numbers, formulas.Numbers | None]:
+        """Compute ``part`` for a matrix (T, C) whose entries are all negatives, but only the numbers ``of_far``.
 
         If ``both``, the second result has the numbers of its columns.
         """
@@ -213,11 +212,9 @@ class SoftmaxPairLoss(PairLoss):
     def start(self, rows: int) -> formulas.Numbers:
         return self.of_negatives(self.like.new_full((rows,), torch.finfo(self.like.dtype).min))
 
-    def far(
-        self, tile: Tile, *, both: bool, with_grads: bool
-    ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
-        of_rows, of_columns = formulas.log_sum_exps(tile.matrix, both=both)
-        return self.of_negatives(of_rows), None if of_columns is None else self.of_negatives(of_columns), []
+    def far(self, matrix: Tensor, *, both: bool) -> tuple[formulas.Numbers, formulas.Numbers | None]:
+        of_rows, of_columns = formulas.log_sum_exps(matrix, both=both)
+        return self.of_negatives(of_rows), None if of_columns is None else self.of_negatives(of_columns)
 
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
         """Return the numbers of rows that have only negatives, given their log-sum-exps (n,)."""
@@ -300,8 +297,8 @@ class NTXent(SoftmaxPairLoss):
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
         return (lse,)
 
-    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
-        return (formulas.ntxent_negatives(tile.matrix, _keys_of(tile)),), []
+    def part(self, tile: Tile) -> formulas.Numbers:
+        return (formulas.ntxent_negatives(tile.matrix, _keys_of(tile)),)
 
     def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
         for stored, each in zip(known, added, strict=True):
@@ -412,9 +409,9 @@ class MultiSimilarity(SoftmaxPairLoss):
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
         return lse, torch.ones_like(lse)
 
-    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+    def part(self, tile: Tile) -> formulas.Numbers:
         base, ratio = self.row_options
-        return formulas.multi_similarity_rows(tile.matrix, _keys_of(tile), base, ratio, with_one=False), []
+        return formulas.multi_similarity_rows(tile.matrix, _keys_of(tile), base, ratio, with_one=False)
 
     def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
         for place in range(0, len(known), 2):  # the largest entry and its softmax, for negatives and for positives
@@ -459,25 +456,10 @@ class Contrastive(PairLoss):
         self.grad_signs = (self.sign, -self.sign)
         near, far = reductions
         self.grad_options = (loss.pos_margin, loss.neg_margin), self.sign, (limits_of(near), limits_of(far))
-        self.of_far = slice(4 if self.records else 2, None)
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grads = self.run(formulas.contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
         return numbers, grads if with_grads else []
-
-    def part(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
-        keys = _keys_of(tile)
-        margins, sign, limits = self.grad_options
-        numbers, grads = formulas.contrastive_rows(tile.matrix, keys, margins, sign, limits, self.records, skips=True)
-        return numbers, grads if with_grads else []
-
-    def far(
-        self, tile: Tile, *, both: bool, with_grads: bool
-    ) -> tuple[formulas.Numbers, formulas.Numbers | None, list[Tensor]]:
-        (_, margin), sign, (_, limits) = self.grad_options
-        of_rows, of_columns, grad = formulas.contrastive_negatives(tile.matrix, margin, sign, limits, self.records)
-        none = grad[:, :0]  # the tile has no positives
-        return of_rows, of_columns if both else None, [none, grad] if with_grads else []
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         half = len(numbers) // 2

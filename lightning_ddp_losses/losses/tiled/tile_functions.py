@@ -324,7 +324,6 @@ def contrastive_rows(
     sign: float,
     limits: tuple[Limits | None, Limits | None],
     records: bool,
-    skips: bool = False,
 ) -> tuple[Numbers, list[Tensor]]:
     """Return sums of passing losses and their number, and how often each pair has a passing loss: for positives, then for negatives.
 
@@ -335,7 +334,6 @@ def contrastive_rows(
         sign: 1 for a distance, -1 for a similarity.
         limits: Limits of the reducers of positives and negatives.
         records: True if the counts that a reducer only records are also required.
-        skips: True if the host may read whether any negative passes. If none does, there are (T, 0) results of how often they pass.
     """
     masks, (near, far) = masks_of(keys), margins
     # ``near`` makes the loss of a row with itself as a positive 0
@@ -345,59 +343,22 @@ def contrastive_rows(
     numbers: Numbers = ()
     counts: list[Tensor] = []
     for losses, are_positive, each_limits in zip(violations, (True, False), limits, strict=True):
-        found, passing = _contrastive_kind(losses, masks, each_limits, records, skips, are_positive=are_positive)
+        found, passing = _contrastive_kind(losses, masks, each_limits, records, are_positive=are_positive)
         numbers, counts = (*numbers, *found), [*counts, passing]
     return numbers, counts
 
 
-def contrastive_negatives(
-    matrix: Tensor, margin: float, sign: float, limits: Limits | None, records: bool
-) -> tuple[Numbers, Numbers, Tensor]:
-    """Return the numbers of rows (T,) and of columns (C,), and how often each pair passes, for entries that are all negatives.
-
-    How often they pass is (T, C), or (T, 0) if it is known that no pair has a loss.
-
-    Args:
-        matrix: (T, C).
-        margin: Margin of negatives.
-        sign: Same as for ``contrastive_rows``.
-        limits: Limits of the reducer of negatives.
-        records: Same as for ``contrastive_rows``.
-    """
-    losses, passes_all = margin - matrix if sign > 0 else matrix - margin, limits is None
-    if limits in (None, (0, None)) and not records:
-        if losses.amax() <= 0:  # false for NaN
-            no_rows, no_columns = (matrix.new_zeros(size) for size in matrix.shape)
-            height, width = matrix.shape if passes_all else (0, 0)
-            return (no_rows, no_rows + width), (no_columns, no_columns + height), losses[:, :0]
-        totals = losses.clamp_min_(0).sum(1), losses.sum(0)
-        passing = losses.sign_()
-        counted = passing.new_ones(()).expand_as(passing) if passes_all else passing
-        return (totals[0], counted.sum(1)), (totals[1], counted.sum(0)), passing
-    losses.clamp_min_(0)
-    above = weights = torch.ones_like(losses)
-    if limits is not None:
-        above = pass_limits(losses, limits[0], None).to(losses.dtype)
-        weights = pass_limits(losses, *limits).to(losses.dtype)
-    summed = [losses * weights, weights, *([torch.ones_like(losses), above] if records else [])]
-    of_rows, of_columns = (tuple(each.sum(dim) for each in summed) for dim in (1, 0))
-    return of_rows, of_columns, losses.sign_().mul_(weights)
-
-
 def _contrastive_kind(
-    losses: Tensor, masks: Masks, limits: Limits | None, records: bool, skips: bool, *, are_positive: bool
+    losses: Tensor, masks: Masks, limits: Limits | None, records: bool, *, are_positive: bool
 ) -> tuple[Numbers, Tensor]:
     """Return the numbers of rows, and how often each pair passes, given the violations of positives (T, b) or negatives (T, C)."""
     low, high = limits or (0.0, None)
     if high is None and low is not None and low >= 0 and not masks.counted:
         # 0 marks pairs that do not pass and entries that are not pairs of this kind
         kept = losses.mul_(masks.same_or_positives) if are_positive else masks.weigh_negatives_(losses)
-        if skips and not are_positive and kept.amax() <= low:  # false for NaN
-            total, passing = kept.new_zeros(len(kept)), kept[:, :0]
-        else:
-            kept = torch.threshold_(kept, low, 0)
-            total = kept.sum(1)
-            passing = kept.sign_()
+        kept = torch.threshold_(kept, low, 0)
+        total = kept.sum(1)
+        passing = kept.sign_()
         if limits is not None and not records:
             return (total, passing.sum(1)), passing
         of_kind = masks.number_of_positives if are_positive else masks.number_of_negatives

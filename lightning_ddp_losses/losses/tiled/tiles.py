@@ -54,9 +54,13 @@ class Masks:
         overwrites: True if the tile's matrix may be overwritten. Applies only with a band.
         lowest: Returns the lowest number of the tile's dtype, 0-dim, whose creation costs a launch. If None, a Python number is used.
         functional: True if the masks are created inside a compiled function.
+
+    Attributes:
+        places: (T, b), the column of each entry that may be a positive. None if they are the columns of a band.
     """
 
     counted = False
+    places: Tensor | None = None
 
     def __init__(
         self,
@@ -151,11 +155,6 @@ class Masks:
         """Undo ``hide_``."""
         self.in_band(matrix).copy_(entries)
 
-    def grad_of_band(self, grad: Tensor) -> tuple[slice, Tensor]:
-        """Return the columns of the band, and the gradient of its entries, given that of ``in_band``. Requires a band."""
-        assert self.band is not None
-        return self.band, grad
-
     def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
         """Add ``alpha`` times (T, b) numbers, which are 0 for entries that are not positives, to values (T, C)."""
         self.in_band(values).add_(added, alpha=alpha)
@@ -217,7 +216,7 @@ class PackedMasks(Masks):
         self._starts, self._stops, self._own_columns, self._overwrites = starts, stops, own, overwrites
         self._same, self._positives, self._lowest = places < stops, None, None
         # a row with fewer columns repeats its last one. If it has none, it repeats any other column
-        self._places = torch.minimum(places, (stops - 1).clamp_min_(0))
+        self.places = torch.minimum(places, (stops - 1).clamp_min_(0))
         self.band = self._counts = None
 
     @property
@@ -226,12 +225,12 @@ class PackedMasks(Masks):
             self._positives = self.same
             if isinstance(self._own_columns, int):
                 own = torch.arange(self._own_columns, self._own_columns + len(self.same)).unsqueeze(1)
-                self._positives = self.same & (self._places != own)
+                self._positives = self.same & (self.places != own)
         return self._positives
 
     def in_band(self, values: Tensor) -> Tensor:
         """Return the (T, b) entries of values (T, C) or (C,) that may belong to positives, in new memory."""
-        return values[self._places] if values.ndim == 1 else values.gather(1, self._places)
+        return values[self.places] if values.ndim == 1 else values.gather(1, self.places)
 
     def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
         negatives = matrix if self._overwrites else matrix.clone()
@@ -239,11 +238,11 @@ class PackedMasks(Masks):
 
     def hide_(self, matrix: Tensor, fill: float) -> Tensor:
         entries = self.in_band(matrix)
-        matrix.scatter_(1, self._places, torch.where(self._starts < self._stops, fill, entries))
+        matrix.scatter_(1, self.places, torch.where(self._starts < self._stops, fill, entries))
         return entries
 
     def restore_(self, matrix: Tensor, entries: Tensor) -> None:
-        matrix.scatter_(1, self._places, entries)
+        matrix.scatter_(1, self.places, entries)
 
     def weigh_negatives_(self, values: Tensor) -> Tensor:
         self.hide_(values, 0)
@@ -254,12 +253,7 @@ class PackedMasks(Masks):
         return self.fill_itself(grad, 0)
 
     def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
-        values.scatter_add_(1, self._places, added * alpha)
-
-    def grad_of_band(self, grad: Tensor) -> tuple[slice, Tensor]:
-        first, last = map(int, self._places.aminmax())
-        spread = grad.new_zeros(len(grad), last + 1 - first).scatter_add_(1, self._places - first, grad)
-        return slice(first, last + 1), spread
+        values.scatter_add_(1, self.places, added * alpha)
 
 
 class CountedMasks(Masks):
@@ -511,11 +505,13 @@ class Tile(NamedTuple):
     Attributes:
         matrix: (T, C), scaled distances. The formulas may overwrite entries of rows with themselves, and all entries if there is a band.
         rows: Rows of this rank.
-        keys: Its pairs.
+        keys: Its pairs. None if they are not used.
         columns: Its columns. If None, all columns.
+        places: If the matrix has only a few entries (T, p) of each row, the index of each entry's column among the tile's columns.
     """
 
     matrix: Tensor
     rows: slice
-    keys: Keys | Triplets
+    keys: Keys | Triplets | None
     columns: slice | None = None
+    places: Tensor | None = None
