@@ -82,19 +82,19 @@ class HalfMargins:
             matrix: (T, C). If ``with_grads``, the result of ``TileDistance.start``, which is overwritten. Otherwise distances.
         """
         rows, columns, mirrored = place
-        band, found, hidden, masks = self._pairs.band(rows, columns), [], None, None
+        band, found = self._pairs.band(rows, columns), list[TileGrad]()
+        masks = self._pairs.masks_at(rows, columns, overwrites=False)
         if band.start < band.stop:
-            if mirrored is not None and mirrored.start < band.stop:
-                near = slice(mirrored.start, band.stop)
-                transposed = matrix[:, near.start - columns.start : near.stop - columns.start].T
-                near_masks = self._pairs.masks_at(near, rows, overwrites=False)
-                found.append(self._add_positives(near, rows, transposed, near_masks))
-            masks = self._pairs.masks_at(rows, columns, overwrites=False)
             found.append(self._add_positives(rows, columns, matrix, masks))
-            hidden = masks.hide_(matrix, self._sign * math.inf)
+        if mirrored is not None and mirrored.start < band.stop:
+            near = slice(mirrored.start, band.stop)
+            transposed = matrix[:, near.start - columns.start : near.stop - columns.start].T
+            near_masks = self._pairs.masks_at(near, rows, overwrites=False)
+            found.append(self._add_positives(near, rows, transposed, near_masks))
+        hidden = masks.hide_(matrix, self._sign * math.inf)
         if self._may_pass(matrix):
             found.append(self._add_negatives(place, matrix, masks))
-        if masks is not None and hidden is not None and not self._with_grads:
+        if not self._with_grads:
             masks.restore_(matrix, hidden)
         return found if self._with_grads else []
 
@@ -123,19 +123,17 @@ class HalfMargins:
             margin = self._distance.started(margin, matrix.dtype)
         return not float(matrix.amin()) >= margin
 
-    def _add_negatives(self, place: Place, matrix: Tensor, masks: Masks | None) -> TileGrad:
+    def _add_negatives(self, place: Place, matrix: Tensor, masks: Masks) -> TileGrad:
         """Add the numbers of a tile's negatives, for its rows and its mirrored columns. Entries with equal labels are hidden."""
         if self._with_grads:
             matrix = self._distance.finish_(matrix, 1)
         margin = self._margins[_NEGATIVES]
         losses = margin - matrix if self._sign > 0 else matrix - margin
-        are_negative = None
+        are_negative: Tensor | None = None
         if not self._skips[_NEGATIVES]:
-            are_negative = torch.ones_like(losses)
-            if masks is not None:
-                are_negative = masks.weigh_negatives_(are_negative)
+            are_negative = masks.weigh_negatives_(torch.ones_like(losses))
         passing = self._add_losses(_NEGATIVES, losses, are_negative, *place)
-        return TileGrad(_NEGATIVES, Tile(matrix, place.rows, None, place.columns), passing, place.mirrored)
+        return TileGrad(_NEGATIVES, Tile(matrix, place.rows, masks, place.columns), passing, place.mirrored)
 
     def _add_losses(
         self,

@@ -34,7 +34,6 @@ _CLOSE = 0.65  # log-sum-exps within this range, in units of the largest exponen
 
 def _keys_of(tile: Tile) -> Keys:
     """Return the masks of a tile, for a loss that does not compare triplets."""
-    assert tile.keys is not None
     assert not isinstance(tile.keys, Triplets)
     return tile.keys
 
