@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import Operators
-from tests.doors import PackedMasks, TiledCall, call_tiles, half_tiles, log_sum_exps
+from tests.doors import PackedMasks, TiledCall, call_tiles, half_tiles, log_sum_exps, tile_distance
 from tests.oracle import Found, Place, assert_close, graded, normal, parity
 
 ROWS, DIM = 48, 5
@@ -143,6 +143,41 @@ def test_each_pair_is_multiplied_once(loss: str) -> None:
         wrapped(leaf, torch.arange(count) // 2).backward()
     products = sum(entries) / (count * count * 32)
     assert 1.9 < products < 2.3
+
+
+@pytest.mark.parametrize("centre", [0.0, 2.0])
+def test_distances_of_far_negatives_are_not_computed(centre: float) -> None:
+    """Without a negative inside the margin, roots are of positives only and the only product is that of the tiles."""
+    count, roots = 40 * 9, [0]
+    leaf = (torch.randn(count, 128, generator=torch.Generator().manual_seed(7)) + centre).requires_grad_()
+    wrapped = GlobalBatchLoss(pml.ContrastiveLoss(), mode="rows", tile_bytes=count * 4 * 9)
+
+    def note(operator: Any, _: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        if operator.overloadpacket is torch.ops.aten.sqrt_:
+            roots[0] += outputs[0].numel()
+
+    with multiplied_entries() as entries, Operators(note):
+        wrapped(leaf, torch.arange(count) // 4).backward()
+    products = sum(entries) / (count * count * 130)
+    if centre:
+        assert roots[0] > count * count / 2
+        assert products > 1.5
+    else:
+        assert roots[0] < count * count / 10
+        assert products < 0.65
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_left_out_is_beyond_the_margin(dtype: torch.dtype) -> None:
+    """Of squares around the square of a margin, none that is left out is of a shorter distance, and a little larger ones are left out."""
+    distance = tile_distance(distances.LpDistance(), ROWS)
+    precision = torch.finfo(dtype).eps
+    for margin in (-1.0, 0.0, *torch.rand(200, dtype=torch.float64).add(0.01).tolist()):
+        steps = torch.arange(-20, 21, dtype=torch.float64) * precision / 2
+        squares = (max(margin, 0) ** 2 * (1 + steps)).to(dtype)
+        is_left_out = squares.double() >= distance.started(margin, dtype)
+        assert bool((distance.finish_(squares.clone(), 1) >= margin)[is_left_out].all())
+        assert is_left_out[-1]
 
 
 @pytest.mark.parametrize("most", [0, 800_000, call_tiles.KEPT_BYTES])

@@ -358,7 +358,7 @@ TEN_TILES, ONE_TILE = ROWS * 8 * 6, ROWS * ROWS * 8
         (pml.SupConLoss, True, TEN_TILES, 9, 9 + 9 + 8),
         (partial(pml.ContrastiveLoss, reducer=reducers.PerAnchorReducer()), True, TEN_TILES, 9, 9 + 9 + 8),
         # distances, gradients of positives where there are any, and of negatives where any passes its margin
-        (pml.ContrastiveLoss, True, TEN_TILES, 32, 0),
+        (pml.ContrastiveLoss, True, TEN_TILES, 28, 0),
         (pml.ContrastiveLoss, False, TEN_TILES, 9, 0),
         (pml.SupConLoss, True, ONE_TILE, 1, 1),
         (pml.NTXentLoss, True, ONE_TILE, 1, 1),
