@@ -68,11 +68,13 @@ class HalfMargins:
     @property
     def numbers(self) -> Numbers:
         """The numbers of all rows, (B,) each."""
-        for kind, count in enumerate(self._pairs.counts()):
-            if self._limits[kind] is None:
-                self._of_kinds[kind][1].copy_(count)
-        of_positives, of_negatives = self._of_kinds
-        return *of_positives, *of_negatives
+        found: Numbers = ()
+        for of_kind, limits, count in zip(self._of_kinds, self._limits, self._pairs.counts(), strict=True):
+            total, number, *recorded = of_kind
+            if limits is None:  # all pairs count
+                number = count.to(total.dtype)
+            found = (*found, total, number, *recorded)
+        return found
 
     def add(self, place: Place, matrix: Tensor) -> list[TileGrad]:
         """Add the numbers of a tile, and return its gradients, without parts that are known to be 0.
@@ -106,7 +108,7 @@ class HalfMargins:
         margin = self._margins[_POSITIVES]
         losses = entries - margin if self._sign > 0 else margin - entries
         positives = masks.positives
-        passing = self._add_losses(_POSITIVES, losses.mul_(positives), positives, rows)
+        passing = self._add_losses(_POSITIVES, losses.mul_(positives), positives, Place(rows, columns))
         if masks.places is None:
             columns = self._pairs.band(rows, columns)
         return TileGrad(_POSITIVES, Tile(entries, rows, masks, columns, masks.places), passing)
@@ -132,42 +134,25 @@ class HalfMargins:
         are_negative: Tensor | None = None
         if not self._skips[_NEGATIVES]:
             are_negative = masks.weigh_negatives_(torch.ones_like(losses))
-        passing = self._add_losses(_NEGATIVES, losses, are_negative, *place)
+        passing = self._add_losses(_NEGATIVES, losses, are_negative, place)
         return TileGrad(_NEGATIVES, Tile(matrix, place.rows, masks, place.columns), passing, place.mirrored)
 
-    def _add_losses(
-        self,
-        kind: int,
-        losses: Tensor,
-        weights: Tensor | None,
-        rows: slice,
-        columns: slice | None = None,
-        mirrored: slice | None = None,
-    ) -> Tensor:
+    def _add_losses(self, kind: int, losses: Tensor, weights: Tensor | None, place: Place) -> Tensor:
         """Add the numbers of pairs of one kind, and return how often each has a passing loss.
 
         Args:
             kind: Index of the sub-loss.
             losses: (T, n), by how much each pair violates the margin, not above 0 for other pairs. Overwritten.
             weights: (T, n), which pairs are of this kind. Not used if pairs without a loss do not count.
-            rows: Rows of the tile.
-            columns: Columns of the tile, if any of them is mirrored.
-            mirrored: As in ``Place``.
+            place: Their rows and, if any column is mirrored, their columns.
         """
         limits, of_kind = self._limits[kind], self._of_kinds[kind]
-
-        def add(stored: Tensor, values: Tensor) -> None:
-            stored[rows].add_(values.sum(1, dtype=stored.dtype))
-            if columns is not None and mirrored is not None:
-                stored[mirrored].add_(values[:, mirrored.start - columns.start :].sum(0, dtype=stored.dtype))
-
         if self._skips[kind]:
-            low = 0.0 if limits is None else limits[0]
-            kept = torch.threshold_(losses, low, 0)
-            add(of_kind[0], kept)
+            kept = torch.threshold_(losses, 0.0 if limits is None else limits[0], 0)
+            _add_sums_(of_kind[0], kept, place)
             passing = kept.sign_()
             if limits is not None:
-                add(of_kind[1], passing)
+                _add_sums_(of_kind[1], passing, place)
             return passing
         assert weights is not None
         losses.clamp_min_(0)
@@ -176,8 +161,15 @@ class HalfMargins:
             passing, above = weights * pass_limits(losses, *limits), weights * pass_limits(losses, limits[0], None)
         # the last two only if counts are recorded
         for stored, values in zip(of_kind, (losses * passing, passing, weights, above), strict=False):
-            add(stored, values)
+            _add_sums_(stored, values, place)
         return losses.sign_().mul_(passing)
+
+
+def _add_sums_(stored: Tensor, values: Tensor, place: Place) -> None:
+    """Add the sums of rows and of mirrored columns of values (T, n) to numbers of all rows (B,)."""
+    stored[place.rows].add_(values.sum(1))
+    if place.mirrored is not None:
+        stored[place.mirrored].add_(values[:, place.mirrored.start - place.columns.start :].sum(0))
 
 
 def _skip_zero(low: float | None, high: float | None) -> bool:
