@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.processes import ROOT, run_python
 
 # a fit in pytest's own process, and a table that is as wide as the terminal, of which two ranks are a part
@@ -10,38 +12,28 @@ TESTS = (
     "tests/cli/test_configs_and_doctor.py::test_the_doctor_finds_two_ranks_equal_to_one_process",
 )
 PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS)
-# in one run, as each interpreter that imports torch and Lightning takes longer than these tests: none of it may reach a test
-ENVIRONMENT = {
-    # a host that does not answer, of seven ranks
-    "MASTER_ADDR": "10.255.255.1",
-    "MASTER_PORT": "29500",
-    "WORLD_SIZE": "7",
-    # a rank
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "GROUP_RANK": "0",
-    # torchrun
-    "TORCHELASTIC_RUN_ID": "7",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_ERROR_FILE": "/no/file",
-    # SLURM
-    "SLURM_NTASKS": "4",
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "3",
-    "SLURM_NODELIST": "nowhere",
-    # a proxy
-    "HTTP_PROXY": "http://10.255.255.1:1",
-    "https_proxy": "http://10.255.255.1:1",
-    "ALL_PROXY": "socks5://10.255.255.1:1",
-    # a narrow terminal with colours, of ascii
-    "COLUMNS": "20",
-    "FORCE_COLOR": "1",
-    "PYTHONIOENCODING": "ascii",
+ENVIRONMENTS = {
+    "a host that does not answer": {"MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "29500", "WORLD_SIZE": "7"},
+    "a rank": {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"},
+    "torchrun": {
+        "TORCHELASTIC_RUN_ID": "7",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/no/file",
+    },
+    "SLURM": {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_NODELIST": "nowhere"},
+    "a proxy": {
+        "HTTP_PROXY": "http://10.255.255.1:1",
+        "https_proxy": "http://10.255.255.1:1",
+        "ALL_PROXY": "socks5://10.255.255.1:1",
+    },
+    "a narrow terminal with colours": {"COLUMNS": "20", "FORCE_COLOR": "1"},
+    "ascii": {"PYTHONIOENCODING": "ascii"},
 }
 
 
-def test_the_environment_of_the_caller_changes_nothing() -> None:
-    done = run_python(*PYTEST, folder=ROOT, seconds=300, **ENVIRONMENT)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_environment_of_the_caller_changes_nothing(name: str) -> None:
+    done = run_python(*PYTEST, folder=ROOT, seconds=300, **ENVIRONMENTS[name])
     assert done.returncode == 0, done.stdout[-4000:]
 
 
