@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, global_mean
-from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.testing import RankPool
 from tests.fits import listed, weights_of
 from tests.lightning_ranks import make_trainer

@@ -12,14 +12,14 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses import DDPLossError, GradientFlowCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses import CommunicationMonitor, DDPLossError, GradientFlowCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
-from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.callbacks.harness import OneLoss, fit
 from tests.callbacks.training_cases import Nudged
+from tests.doors import CollectiveWatch
 
 WRONG_ANSWERS: dict[str, Any] = {"no list": 7, "no finding": ["hello"]}
 

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, LossCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import OneLoss, Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
+from tests.doors import DEFAULT_CHECKS, CheckRunner
 from tests.lightning_ranks import make_trainer
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import trainer_alone

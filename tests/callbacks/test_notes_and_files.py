@@ -35,14 +35,13 @@ from lightning_ddp_losses import (
     OptimizerCheck,
 )
 from lightning_ddp_losses.callbacks import device_check
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.callbacks.findings import place_of
 from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from lightning_ddp_losses.errors import explained_by
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
 from tests.cli.shipped_configs import smaller
+from tests.doors import DEFAULT_CHECKS, place_of
 from tests.lightning_ranks import make_trainer
 
 Found = list[tuple[str, str, str]]

@@ -18,13 +18,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPLossError, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
-from lightning_ddp_losses.callbacks.facts.user_rows import Row
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
-from lightning_ddp_losses.callbacks.replicas import split_by_bytes
+from lightning_ddp_losses.callbacks import CheckStage, Finding
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
+from tests.doors import Row, split_by_bytes
 
 
 class LateNumber(RankCheck):

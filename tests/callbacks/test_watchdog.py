@@ -16,12 +16,11 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck
-from lightning_ddp_losses.core import torch_compat
-from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.answers import assert_errors
 from tests.callbacks.data_cases import FewerUpdates, OtherDtype
 from tests.callbacks.harness import Subject
+from tests.doors import liveness, torch_compat
 from tests.lightning_ranks import make_trainer
 
 PLACES = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end"]

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange, StageFacts
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import BATCHES, OneLoss
+from tests.doors import RowExchange, StageFacts
 from tests.lightning_ranks import make_trainer
 from tests.test_way_of_a_call import PACKAGE, ROOM, Followed
 

@@ -15,16 +15,21 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
-from lightning_ddp_losses.callbacks.facts import user_rows
-from lightning_ddp_losses.callbacks.facts.fact import Fact, columns_of
-from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange
-from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.callbacks.harness import fit
+from tests.doors import (
+    BUCKETS,
+    BatchReader,
+    EpochRecord,
+    Fact,
+    ReplicatedParameters,
+    RowExchange,
+    columns_of,
+    row_hashes,
+    user_rows,
+)
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 FLOATS = [0.1, -math.inf, 5.0]
