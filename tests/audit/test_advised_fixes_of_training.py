@@ -26,9 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, global_mean
 from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import listed, weights_of
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import trainer_alone
+from tests.fits import listed, make_trainer, trainer_alone, weights_of
 
 ROWS, STEPS, WIDTH, CLASSES = 8, 4, 4, 3
 cross_entropy = nn.functional.cross_entropy

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
 from tests.callbacks.harness import CLASSES, ROWS, WIDTH, Subject, default_checks
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 GLOBAL_ROWS = 6 * ROWS
 

@@ -14,7 +14,7 @@ from torchmetrics.classification import BinaryF1Score
 from lightning_ddp_losses import DDPChecks, gather_predictions, synced
 from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
 

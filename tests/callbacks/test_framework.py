@@ -29,9 +29,8 @@ from tests.callbacks.harness import OneLoss, Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
 from tests.doors import DEFAULT_CHECKS, CheckRunner
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, trainer_alone
 from tests.refusals import assert_same_error
-from tests.strategies.jobs import trainer_alone
 
 Make = Callable[[], list[Callback]]
 

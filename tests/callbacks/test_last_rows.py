@@ -22,7 +22,7 @@ from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.callbacks import data_cases, training_cases
 from tests.callbacks.harness import Case, Outcome, Subject, run, slices
 from tests.doors import add_to_error_, liveness
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 USERS = "the user's own"
 AT_ONCE = 12  # cases in one task of the pool

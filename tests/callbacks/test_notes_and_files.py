@@ -42,7 +42,7 @@ from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
 from tests.cli.shipped_configs import smaller
 from tests.doors import DEFAULT_CHECKS, place_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 Found = list[tuple[str, str, str]]
 

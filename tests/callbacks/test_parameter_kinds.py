@@ -19,7 +19,7 @@ from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import CLASSES, WIDTH, ComplexFilter, SparseTable, Validated
 from tests.doors import DEFAULT_CHECKS
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 
 class Kind(Validated):

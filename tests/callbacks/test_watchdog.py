@@ -21,7 +21,7 @@ from tests.answers import assert_errors
 from tests.callbacks.data_cases import FewerUpdates, OtherDtype
 from tests.callbacks.harness import Subject
 from tests.doors import liveness, torch_compat
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 PLACES = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end"]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
 from lightning_ddp_losses.testing import RankPool
-from tests import lightning_ranks
+from tests import fits
 from tests.each_rank import each_rank
 from tests.oracle import Found, Place, assert_close, own, parity
 from tests.refusals import Refused, refusals
@@ -268,7 +268,7 @@ class Fit(pl.LightningModule):
 def fitted() -> dict[str, Tensor]:
     """Train for three steps on the rows of one batch, of all ranks or in one process."""
     data = torch.utils.data.TensorDataset(*(each.float()[:6] for each in batch()))
-    return lightning_ranks.fitted(Fit(), "ddp_losses", data, [3, 3], max_epochs=3)
+    return fits.fitted(Fit(), "ddp_losses", data, [3, 3], max_epochs=3)
 
 
 def test_a_fit(pool: RankPool) -> None:

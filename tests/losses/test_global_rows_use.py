@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, accumulation_window, global_rows
 from lightning_ddp_losses.testing import RankPool
-from tests import lightning_ranks
+from tests import fits
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.rows_cases import dice, vicreg
@@ -215,7 +215,7 @@ class Fit(pl.LightningModule):
 
 def fitted() -> dict[str, Tensor]:
     """Train for three steps on the rows of one batch, of all ranks or in one process."""
-    return lightning_ranks.fitted(Fit(), "ddp_losses", batch().float()[:6], [3, 3], max_epochs=3)
+    return fits.fitted(Fit(), "ddp_losses", batch().float()[:6], [3, 3], max_epochs=3)
 
 
 def test_a_fit(pool: RankPool) -> None:

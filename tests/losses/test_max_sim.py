@@ -20,7 +20,7 @@ from tests.answers import assert_all_close
 from tests.counting import CountCollectives, sizes_of_results
 from tests.doors import max_sim
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import Found, Place, normal, parity
 from tests.processes import run_python
 from tests.refusals import Refused, refusals

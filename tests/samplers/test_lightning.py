@@ -19,7 +19,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import describe_reshuffle, refuse_other_batches
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import Epochs, together
 

@@ -29,7 +29,7 @@ from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputEr
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import EvaluationBatches, EvaluationSampler, process_groups
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import normal
 from tests.refusals import refusals, rows_of
 

@@ -29,9 +29,7 @@ from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predict
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import handshake
-from tests.fits import MeanSquare, Trained
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import trainer_alone
+from tests.fits import MeanSquare, Trained, make_trainer, trainer_alone
 
 # torch's and Lightning's own words of what a test does on purpose
 pytestmark = [

@@ -25,8 +25,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.doors import torch_compat
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, weights_of
 from tests.oracle import Task, assert_close, batches
 from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model, make_job, shard, step_alone
 from tests.strategies.jobs import TASK, Job, fit_alone, loader

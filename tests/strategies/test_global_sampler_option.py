@@ -29,7 +29,7 @@ from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
 from tests.doors import draw_of, lightning_compat
-from tests.lightning_ranks import make_trainer, said_on_rank_zero
+from tests.fits import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.refusals import refusals, rows_of
 from tests.samplers.test_global_batch import together

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, assert_as_alone, fit_alone, loader, make_loss, strategy_of
 

@@ -21,7 +21,7 @@ from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import StepCollectives
 from tests.doors import Advice, remember_global_value
-from tests.lightning_ranks import QUIET, make_trainer, said_on_rank_zero
+from tests.fits import QUIET, make_trainer, said_on_rank_zero
 from tests.processes import ROOT, run_python
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
@@ -53,7 +53,7 @@ def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
         run=False,
         save_config_callback=None,
         args={"trainer": trainer | QUIET},
-        trainer_defaults={"plugins": [{"class_path": "tests.lightning_ranks.RankEnvironment"}]},
+        trainer_defaults={"plugins": [{"class_path": "lightning_ddp_losses.testing.RankEnvironment"}]},
         seed_everything_default=False,
     )
     assert isinstance(cli.trainer.strategy, DDPLossStrategy)

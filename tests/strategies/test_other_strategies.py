@@ -9,9 +9,8 @@ from pytorch_metric_learning.losses import ArcFaceLoss, SupConLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.testing import RankPool
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
 from tests.answers import assert_all_close
-from tests.lightning_ranks import RankEnvironment
 
 ROWS = (7, 4, 0)
 

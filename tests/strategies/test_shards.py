@@ -22,11 +22,10 @@ from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import Shards, process_groups, tag_shard
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, trainer_alone, weights_of
 from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
 from tests.refusals import assert_same_error
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 
 pytestmark = pytest.mark.filterwarnings(

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import MeanSquare
-from tests.lightning_ranks import make_trainer
+from tests.fits import MeanSquare, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 

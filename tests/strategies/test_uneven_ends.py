@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankError, RankPool
 from tests.doors import CommonEnds, UnevenEnds, as_combined, handshake, process_groups
-from tests.fits import Trained, listed
-from tests.lightning_ranks import make_trainer, said_on_rank_zero
+from tests.fits import Trained, listed, make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 
