@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
+from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests import fits
 from tests.each_rank import each_rank
@@ -219,27 +219,6 @@ def test_errors_name_the_function() -> None:
     assert float(GlobalBatchLoss(custom, mode="replicated")(torch.zeros(2))) == 4
     with pytest.raises(InputError, match=r"GlobalBatchLoss\(identity\): result"):
         GlobalBatchLoss(identity)(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (nn.MSELoss, "Make an instance"),
-        ("dice", "Give the function that computes the loss"),
-        (None, "Give the function that computes the loss"),
-        (nn.Linear(2, 2).forward, "Give the module"),
-    ],
-    ids=["a class", "a name", "nothing", "a forward"],
-)
-def test_what_is_no_loss(loss: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        GlobalBatchLoss(loss)
-
-
-@pytest.mark.parametrize("mode", ["elements", "moments"])
-def test_modes_of_other_losses(mode: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"GlobalBatchLoss\(dice\): mode"):
-        GlobalBatchLoss(dice, mode=mode)
 
 
 def test_a_certificate_says_what_is_sent() -> None:

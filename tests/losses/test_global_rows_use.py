@@ -233,9 +233,3 @@ def accumulate(kind: str) -> None:
             rows = net(torch.ones(2 + 2 * dist.get_rank(), 3).double())
             value = global_rows(Spread(), rows, name="spread") if kind == "a formula" else loss(rows)
         value.backward()
-
-
-@pytest.mark.parametrize("kind", ["a formula", "mode rows", "views"])
-def test_an_accumulation_window_refuses_what_it_cannot_correct(pool: RankPool, kind: str) -> None:
-    for error in pool.errors(2, accumulate, kind):
-        assert "accumulation window: what is back-propagated" in error.message
