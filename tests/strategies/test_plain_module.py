@@ -120,7 +120,7 @@ def without_root(look: dict[str, Any]) -> dict[str, Any]:
 
 
 def fail_and_look() -> tuple[dict[str, Any], dict[str, Any]]:
-    from tests.strategies.test_bad_input import Spoiled
+    from tests.strategies.test_refusals import Spoiled
 
     module = Spoiled("NaN", (1,), 1)
     before = portrait(module)
