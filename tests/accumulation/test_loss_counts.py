@@ -329,7 +329,3 @@ class SameMemory(Dataset[dict[str, Tensor]]):  # writes each batch into the memo
 
 def fit_same_memory() -> None:
     fit(lambda _: DataLoader(SameMemory(), batch_size=None), {})
-
-
-def test_a_loader_that_reuses_its_memory(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, fit_same_memory), "expected memory of its own", "make new tensors")
