@@ -46,10 +46,7 @@ from tests.strategies.test_shards import Adafactor, Clips, OtherClasses, Overlap
 from tests.strategies.test_undivided_data import Divided, Pairs, Sized, Whole
 from tests.strategies.test_undivided_data import run as read
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
-    *evaluation.pytestmark,
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"), *evaluation.pytestmark]
 
 
 def training(
