@@ -1,16 +1,56 @@
-"""Training as all folders write it: modules of Lightning, their batches, gradients and weights."""
+"""Training as all folders write it: trainers on ranks and in one process, modules, their batches, gradients and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
+
+from benchmarks.trainers import QUIET, make_trainer
+from tests.oracle import own
+
+__all__ = [
+    "QUIET",
+    "MeanSquare",
+    "Trained",
+    "fitted",
+    "grads_of",
+    "listed",
+    "make_trainer",
+    "mean_over_ranks",
+    "said_on_rank_zero",
+    "trainer_alone",
+    "weights_of",
+    "whole",
+]
+
+
+def trainer_alone(**options: Any) -> Trainer:
+    """A quiet trainer of this process, without ranks; on ranks it is `make_trainer`."""
+    with warnings.catch_warnings():
+        # what Lightning tells about GPUs it could have used is not about us
+        warnings.filterwarnings("ignore", message="GPU available but not used")
+        return Trainer(accelerator="cpu", devices=1, **(QUIET | options))
+
+
+def fitted(
+    module: LightningModule, strategy: str, data: Any, sizes: Sequence[int], **options: Any
+) -> dict[str, Tensor]:
+    """Weights after a fit on one batch, of all ranks or in one process; `data` has a row for each row of the batch."""
+    on_ranks = dist.is_initialized()
+    trainer = make_trainer(strategy, **options) if on_ranks else trainer_alone(**options)
+    rows = Subset(data, range(len(data))[own(sizes)]) if on_ranks else data
+    trainer.fit(module, DataLoader(rows, batch_size=len(data)))
+    return weights_of(module)
 
 
 def listed(batches: Sequence[Any]) -> DataLoader[Any]:
@@ -78,3 +118,20 @@ def mean_over_ranks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         dist.all_reduce(total)
         found[name] = total / dist.get_world_size()
     return found
+
+
+@contextlib.contextmanager
+def said_on_rank_zero() -> Iterator[list[str]]:
+    """Yield what Lightning's `rank_zero_info` says inside the block; nothing on other ranks."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,4 +1,8 @@
-"""Tables of what is refused on ranks: each row has a call, words of the error, and maybe its kind and the number of ranks."""
+"""Tables of what is refused: a row says what the user does, some words of the error, its class and the number of ranks.
+
+All ranks raise the same text, unless a row says otherwise. A folder has its table in `test_refusals.py`; beside it are the
+tables of a file whose programs are of no use without it.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,11 @@ class Refused(NamedTuple):
     Attributes:
         call: What each rank does, of its number.
         words: Some words of the error.
-        kind: Its class.
-        ranks: Of the world.
+        kind: Its class, or a base of it.
+        ranks: Of the world; 0: one process without a group.
         same: Whether the text is the same on all ranks.
+        own: Ranks that raise an error which is not ours, and some words of its class and text. The other ranks raise what the row says.
+        unsaid: Words that the error does not have.
     """
 
     call: Callable[[int], object]
@@ -29,6 +35,8 @@ class Refused(NamedTuple):
     kind: str = "DDPLossError"
     ranks: int = 2
     same: bool = True
+    own: Mapping[int, str] = {}
+    unsaid: str | None = None
 
 
 def rows_of(
@@ -56,18 +64,24 @@ def assert_same_error(errors: Sequence[RankError], *words: str, kind: str = "DDP
 
 def call_row(module: str, table: str, name: str) -> object:
     """Do what a row says, on this rank."""
-    return Refused(*getattr(import_module(module), table)[name]).call(dist.get_rank())
+    return Refused(*getattr(import_module(module), table)[name]).call(dist.get_rank() if dist.is_initialized() else 0)
 
 
 def assert_refused(pool: RankPool, module: str, table: str, name: str) -> None:
     """A row of a module's table is an error on all ranks, the same one unless the row says otherwise."""
     row = Refused(*getattr(import_module(module), table)[name])
     words = (row.words,) if isinstance(row.words, str) else row.words
-    errors = pool.errors(row.ranks, call_row, module, table, name)
-    if row.same:
-        assert_same_error(errors, *words, kind=row.kind)
+    errors = pool.errors(row.ranks or 1, call_row, module, table, name, distributed=row.ranks > 0)
+    peers = [error for error in errors if error.rank not in row.own]
+    for rank, text in row.own.items():
+        assert text in f"{errors[rank].type}: {errors[rank].message}"
+        assert not errors[rank].is_a("DDPLossError")
+    if row.same and peers:
+        assert_same_error(peers, *words, kind=row.kind)
     else:
-        assert_errors(errors, *words, of=row.kind)
+        assert_errors(peers, *words, of=row.kind)
+    assert row.unsaid is None or [error.message for error in errors if row.unsaid in error.message] == []
+    assert not any(error.timed_out for error in errors), errors
 
 
 def refusals(module: str, table: str) -> Callable[..., None]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from tests import doors
 
 HERE = Path(__file__).parent
-# these folders still import the files that they test
-STILL_INSIDE = {"audit", "callbacks"}
 PUBLIC = {
     *("audit", "callbacks", "cli", "collectives", "demo", "errors", "integrations", "layers", "losses", "metrics"),
     *("microbatch", "randomness", "requirements", "samplers", "sharding", "ssl", "strategies", "testing"),
@@ -27,12 +25,11 @@ def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
 def test_every_other_name_comes_through_the_door() -> None:
     past: list[str] = []
     for path in sorted(HERE.rglob("*.py")):
-        folder = path.relative_to(HERE).parts[0]
         for module, names in imports(path):
             place = module.split(".")[1:]
             may_be_deep = place[:1] in (["cli"], ["demo"], ["integrations"])
             is_public = not place or (place[0] in PUBLIC and (len(place) == 1 or may_be_deep))
-            if module.startswith("lightning_ddp_losses") and not is_public and folder not in STILL_INSIDE:
+            if module.startswith("lightning_ddp_losses") and not is_public:
                 past.append(f"{path.relative_to(HERE)}: {module} {names}")
     assert not past, "import these from tests.doors:\n" + "\n".join(past)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import Encoder, Found, Place, Task, assert_close, batches, cuts, differences, parity, train
 
 TASK = Task()

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError, MeanSquaredError
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable, global_mean
-from tests.fits import grads_of, listed
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import trainer_alone
+from tests.fits import grads_of, listed, make_trainer, trainer_alone
 
 FEATURES, DIM, CLASSES, IGNORED = 5, 4, 5, -100
 Batch = tuple[Tensor, Tensor]

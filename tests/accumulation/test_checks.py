@@ -15,8 +15,7 @@ from lightning_ddp_losses import DDPChecks, DDPLossStrategy, LossCheck, global_m
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CLASSES, IGNORED, Batch, Job, cross_entropy_of, own_batches
 from tests.accumulation.test_parity import ByHand
-from tests.fits import listed
-from tests.lightning_ranks import make_trainer
+from tests.fits import listed, make_trainer
 
 FEATURES = 5
 COUNT = 7  # micro-batches: the last window of three is shorter

@@ -438,21 +438,6 @@ def from_before_the_window() -> None:
         early.backward()
 
 
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        (in_another_thread, ["losses that are computed inside the window", "another thread"]),
-        (from_before_the_window, ["losses that are computed inside the window", "before it"]),
-        (other_sizes_on_ranks, ["rank 0: micro_batches of the accumulation window=3", "the same on every rank"]),
-        (of_an_earlier_window, ["computed in this window", "one of an earlier window"]),
-        (again_after_the_window, ["backward inside the window", "one outside of the window"]),
-        (shared_criterion, ["`of_a`, `of_b` share", "a loss of its own"]),
-    ],
-)
-def test_programs_that_were_silently_wrong(pool: RankPool, program: Callable[[], None], words: list[str]) -> None:
-    assert_errors(pool.errors(2, program), *words)
-
-
 def after_an_error() -> dict[str, Tensor]:
     net = Net()
     with contextlib.suppress(Exception), accumulation_window(net) as window:
@@ -559,11 +544,6 @@ class Changing(Module):  # changes gradients after a backward that is not the la
     def on_after_backward(self) -> None:
         if self.trainer.fit_loop.epoch_loop.batch_idx == 0 and dist.get_rank() == 1:
             nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-
-
-def test_gradients_that_a_hook_changes(pool: RankPool) -> None:
-    errors = pool.errors(2, fit_step, "a new loss", Changing)
-    assert_errors(errors, "gradients since its last backward", "`net.layer.weight`")
 
 
 class Manual(Module):  # a window in manual optimisation

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatchLoss, SigLipLoss, global_mean
+from lightning_ddp_losses import GlobalBatchLoss, SigLipLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, cross_entropy_of, own_batches, train
+from tests.accumulation.jobs import CLASSES, DIM, Job, cross_entropy_of, own_batches, train
 from tests.accumulation.test_parity import ByHand
-from tests.answers import assert_errors, one_error
+from tests.answers import one_error
 from tests.refusals import Refused, refusals
 
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
@@ -128,10 +127,6 @@ def fit_uneven() -> None:
     train(job, [batches[: 3 + dist.get_rank()]])
 
 
-def test_windows_of_different_lengths(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, fit_uneven), of="RankMismatchError")
-
-
 class StepsInside(ByHand):
     def training_step(self, window: Any, index: int) -> None:
         strategy: Any = self.trainer.strategy
@@ -177,30 +172,3 @@ REFUSED = {
     ),
 }
 test_optimizers_that_do_not_wait = refusals(__name__, "REFUSED")
-
-
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
-def test_a_skipped_last_micro_batch_leaves_nothing_uncorrected(pool: RankPool) -> None:
-    # (on several ranks Lightning refuses None itself)
-    assert_errors(pool.errors(1, fit_job, Skips), "inside it")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"accumulation": "mean of means"}, "one of 'mean', 'window', got 'mean of means'"),
-        ({"accumulation": "window", "losses": []}, "losses=\\[\\], which is plain ddp"),
-        ({"accumulation": "window", "static_graph": True}, "static_graph=False"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        DDPLossStrategy(**options)
-
-
-def test_window_and_expect_counts_need_the_option() -> None:
-    strategy = DDPLossStrategy()
-    with pytest.raises(ConfigurationError, match="accumulation='window'"), strategy.window():
-        pass
-    with pytest.raises(ConfigurationError, match="accumulation='window'"):
-        strategy.expect_counts({"norm": IGNORED})

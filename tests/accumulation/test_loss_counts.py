@@ -20,8 +20,7 @@ from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import Batch, Rows, train
 from tests.answers import as_one_process, assert_all_close, assert_errors
-from tests.fits import Trained, listed, weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import Trained, listed, make_trainer, weights_of
 from tests.strategies.test_loader_states import Streaming, differing
 from tests.strategies.test_resuming import AFTER, Line, leg, resumed
 from tests.strategies.test_uneven_ends import stream
@@ -330,7 +329,3 @@ class SameMemory(Dataset[dict[str, Tensor]]):  # writes each batch into the memo
 
 def fit_same_memory() -> None:
     fit(lambda _: DataLoader(SameMemory(), batch_size=None), {})
-
-
-def test_a_loader_that_reuses_its_memory(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, fit_same_memory), "expected memory of its own", "make new tensors")

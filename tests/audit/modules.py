@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.sharding import ClassShard
+from tests.doors import tag_shard
 
 ROWS, FEATURES, DIM, CLASSES = 48, 6, 4, 5
 

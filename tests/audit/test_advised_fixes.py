@@ -38,11 +38,10 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm, differentiable, global_mean
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.collectives import all_gather_with_grad
-from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import listed
-from tests.lightning_ranks import make_trainer
+from tests.fits import listed, make_trainer
 
 EVEN, UNEVEN = (4, 4), (3, 5)
 STEPS, WIDTH, CLASSES = 3, 4, 3

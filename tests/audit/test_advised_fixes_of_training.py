@@ -24,11 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, global_mean
-from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import listed, weights_of
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import trainer_alone
+from tests.fits import listed, make_trainer, trainer_alone, weights_of
 
 ROWS, STEPS, WIDTH, CLASSES = 8, 4, 4, 3
 cross_entropy = nn.functional.cross_entropy

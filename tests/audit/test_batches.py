@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_ddp_losses.audit import replay
-from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.errors import InputError
+from tests.doors import inputs
 
 Pair = namedtuple("Pair", "x y")
 

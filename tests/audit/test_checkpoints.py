@@ -13,7 +13,7 @@ from lightning_ddp_losses import audit
 from lightning_ddp_losses.testing import RankPool
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 EPOCH = 6  # steps of two ranks with batches of 4, of 48 rows
 GIVEN: dict[str, Any] = {"strategy": "ddp", "tolerance": 1e-5}

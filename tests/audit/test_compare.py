@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit import rank_record
-from lightning_ddp_losses.audit.compare import MULTIPLE, Tolerances, compare, measure_tolerances
-from lightning_ddp_losses.audit.rank_record import ModuleInfo, RankRecord, Recording, store_tensor
+from tests.doors import (
+    MULTIPLE,
+    ModuleInfo,
+    RankRecord,
+    Recording,
+    Tolerances,
+    compare,
+    measure_tolerances,
+    store_tensor,
+)
 
 
 def recording(folder: Path, *ranks: Tensor | None, step: int = 1) -> Recording:

@@ -28,7 +28,7 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.testing import RankPool
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, uneven
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.randomness.models import CASES, batches, loss_of, make
 from tests.slow_parameters import slow_parameters
 

@@ -18,12 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import AuditReport, DDPLossStrategy, audit
-from lightning_ddp_losses.audit.compare import ComparedRow
-from lightning_ddp_losses.audit.context import Diagnosis, advice
-from lightning_ddp_losses.audit.report import draw_audit
-from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.callbacks import FAULTS
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned
+from tests.doors import ComparedRow, Diagnosis, advice, draw_audit
 
 
 @pytest.fixture(scope="module")

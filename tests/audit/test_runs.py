@@ -31,9 +31,9 @@ from lightning_ddp_losses import (
     assert_parity,
     audit,
 )
-from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
 from tests.audit.modules import CLASSES, Module, even, learned, rows
+from tests.doors import MULTIPLE
 from tests.processes import run_python
 from tests.slow_parameters import slow_parameters
 

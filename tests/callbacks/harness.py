@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, RankCheck
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 ROWS, WIDTH, CLASSES, BATCHES = 4, 4, 3, 4
 

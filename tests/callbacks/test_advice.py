@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryF1Score
 
 from lightning_ddp_losses import DDPChecks, gather_predictions, synced
-from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
 

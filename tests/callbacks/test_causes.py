@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses import GradientFlowCheck, ParameterSyncCheck, RankCheck
-from lightning_ddp_losses.callbacks.findings import Finding, group_by_cause
+from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Case, Subject, fit, run
 from tests.callbacks.training_cases import CLIP, Clipped, Created, Halved, InAList, OwnBackward, Rates, only
+from tests.doors import group_by_cause
 
 REDUCED, UNREDUCED = "It was reduced", "not reduced"
 # what breaks, who looks, and what must and must not be said

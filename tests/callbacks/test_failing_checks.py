@@ -12,14 +12,13 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses import DDPLossError, GradientFlowCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses import CommunicationMonitor, DDPLossError, GradientFlowCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
-from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.callbacks.harness import OneLoss, fit
 from tests.callbacks.training_cases import Nudged
+from tests.doors import CollectiveWatch
 
 WRONG_ANSWERS: dict[str, Any] = {"no list": 7, "no finding": ["hello"]}
 
@@ -147,16 +146,6 @@ OF_USERS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-@pytest.mark.parametrize("breaks", OF_USERS)
-def test_one_of_a_user_raises_the_same_on_every_rank(pool: RankPool, breaks: str, strategy: str) -> None:
-    errors = pool.errors(3, fit_users, breaks, strategy)
-    is_plain = breaks in ("dry_run", "figures")  # where every rank is at the same place
-    assert len({error.message for error in errors}) == 1
-    assert_errors(errors, OF_USERS[breaks], of="ZeroDivisionError" if is_plain else "DDPLossError")
-    assert is_plain or breaks == "what it measures" or "itself failed (rank 2)" in errors[0].message
-
-
 class Refuses(Ours):  # communicates in the dry run, where ranks disagree
     __module__ = Ours.__module__
 
@@ -166,10 +155,6 @@ class Refuses(Ours):  # communicates in the dry run, where ranks disagree
 
 def fit_refusing() -> None:
     fit(Refuses(""))
-
-
-def test_an_error_of_the_package_passes_through(pool: RankPool) -> None:
-    assert {error.type for error in pool.errors(2, fit_refusing)} == {"RankMismatchError"}
 
 
 def fit_beside_a_finding() -> str:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import pickle
-import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,16 +22,13 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, LossCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.errors import ConfigurationError, PeerError
+from lightning_ddp_losses.errors import PeerError
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import OneLoss, Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
-from tests.refusals import assert_same_error
-from tests.strategies.jobs import trainer_alone
+from tests.doors import DEFAULT_CHECKS, CheckRunner
+from tests.fits import make_trainer, trainer_alone
 
 Make = Callable[[], list[Callback]]
 
@@ -134,14 +130,6 @@ def test_a_callback_that_is_given_twice_runs_once(pool: RankPool, make: Callable
         assert "CheckRunner" not in left
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-@pytest.mark.parametrize("make", [alone, beside, no_file])
-def test_a_finding_is_the_same_error_on_every_rank(pool: RankPool, make: Make, strategy: str) -> None:
-    errors = pool.errors(3, train, make, Nudged, strategy)
-    assert_same_error(errors, "head.weight", "rank 2", "step 2", "max difference")
-    assert "encoder" not in errors[0].message
-
-
 class FailsAtOnce(OneLoss):
     """Fails on one rank in the first step, before or behind a global loss; or only in the dry run."""
 
@@ -180,13 +168,6 @@ def different_sets(case: str) -> list[Callback]:
     if case == "set":
         return [DDPChecks([Echo()] if odd else [Echo(), ParameterSyncCheck()], summary=False)]
     return [DDPChecks([ParameterSyncCheck(parts=4 if odd else 8)], summary=False)]
-
-
-@pytest.mark.parametrize("case", ["set", "options"])
-def test_different_checks_are_an_error_at_start(pool: RankPool, case: str) -> None:
-    errors = pool.errors(2, train, partial(different_sets, case))
-    assert errors[0].type == "ConfigurationError"
-    assert_same_error(errors)
 
 
 def collectives_per_step(strategy: str, checks: str) -> list[int]:
@@ -250,11 +231,6 @@ def test_actions_by_severity(pool: RankPool, tmp_path: Path, case: str) -> None:
     if not case.endswith("raise"):
         metrics = (tmp_path / "run" / "version_0" / "metrics.csv").read_text()
         assert f"ddp_checks/{record['severity']}s" in metrics
-
-
-def test_a_warning_that_is_an_error_is_one_on_every_rank(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, Echo("F30", (1, 2, 2)))
-    assert {e.type for e in errors} == {"UserWarning"}
 
 
 def in_one_process() -> list[str]:
@@ -374,13 +350,6 @@ class Shared:  # what checks of one fit share
     def stop(self, *_: Any) -> None: ...
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-def test_a_check_of_a_user_sees_all_that_a_check_may(pool: RankPool, strategy: str) -> None:
-    errors = pool.errors(2, fit, OwnCheck(), None, strategy)
-    told = "rank 0 at after the optimizer step; rank 1 at"
-    assert_same_error(errors, "OwnCheck, F44", told, "max difference 0.5", "of step 2")
-
-
 class Both(ParameterSyncCheck):  # what a check of the package compares, and a row of the user's
     def measure(self, trainer: Any, module: Any, stage: CheckStage) -> list[int]:
         return [trainer.global_rank]
@@ -415,22 +384,3 @@ def test_a_check_joins_the_default_ones_where_it_is_defined() -> None:
 def test_one_word_is_the_action_for_errors_and_warnings(word: str) -> None:
     given = ParameterSyncCheck(action=word).action
     assert given == {"error": word, "warning": word}
-
-
-WRONG_ACTIONS: list[Any] = ["quiet", {"errors": "warn"}, {"error": "quiet"}, ["warn"], [], 3, {"error": ["warn"]}]
-REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
-    ("an object that is no check", lambda: DDPChecks([torch.nn.Linear(1, 1)]), RuntimeError, "RankCheck.*Linear"),
-    ("no steps", lambda: ParameterSyncCheck(every_n_steps=0), RuntimeError, "every_n_steps.*0"),
-    ("a fault that is not in the table", lambda: Finding("F999", "what"), RuntimeError, "F999"),
-]
-for make in (DDPChecks, ParameterSyncCheck):
-    words = f"{make.__name__}: action: expected one of raise, warn, log .* error, warning, note, got "
-    for action in WRONG_ACTIONS:
-        call = partial(make, action=action)
-        REFUSED.append((f"{make.__name__} {action!r}", call, ConfigurationError, words + re.escape(repr(action))))
-
-
-@pytest.mark.parametrize(("name", "call", "error", "words"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_refusals(name: str, call: Callable[[], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()

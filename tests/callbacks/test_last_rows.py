@@ -18,12 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_ddp_losses
 from lightning_ddp_losses import DDPChecks, GradientFlowCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, runner
-from lightning_ddp_losses.callbacks.last_rows import add_to_error_
-from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.callbacks import data_cases, training_cases
 from tests.callbacks.harness import Case, Outcome, Subject, run, slices
-from tests.lightning_ranks import make_trainer
+from tests.doors import add_to_error_, liveness
+from tests.fits import make_trainer
 
 USERS = "the user's own"
 AT_ONCE = 12  # cases in one task of the pool

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPChecks, LossCheck
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import CLASSES, WIDTH, Subject
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 TRAINING_ROWS, VALIDATION_ROWS = (3, 2), (1, 4)  # of each batch; the last rank has one more in the first
 NUMBER = re.compile(r"[\d.]+")

@@ -21,8 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
-from tests.fits import MeanSquare
-from tests.lightning_ranks import make_trainer
+from tests.fits import MeanSquare, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use")
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_ddp_losses import CommunicationMonitor, DeviceCheck, LossCheck, RankCheck
-from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, _bytes_of, _ddp_calls, covered_seconds
-from lightning_ddp_losses.callbacks.loss_check import LossHistory
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Recorder, Subject, fit
+from tests.doors import CollectiveWatch, LossHistory, _bytes_of, _ddp_calls, covered_seconds
 
 Sent = dict[int, dict[str, float]]  # by step
 

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_ddp_losses import DDPLossStrategy, global_randomness
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.callbacks.communication_monitor import CommunicationMonitor
+from lightning_ddp_losses import CommunicationMonitor, DDPLossStrategy, global_randomness
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import ROWS, WIDTH, Subject, fit
+from tests.doors import DEFAULT_CHECKS
 
 Draw = Callable[[Tensor], Tensor]
 

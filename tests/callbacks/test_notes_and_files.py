@@ -35,15 +35,14 @@ from lightning_ddp_losses import (
     OptimizerCheck,
 )
 from lightning_ddp_losses.callbacks import device_check
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.callbacks.findings import place_of
 from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from lightning_ddp_losses.errors import explained_by
 from lightning_ddp_losses.testing import RankPool
-from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
+from tests.callbacks.data_cases import Lonely, Memory
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
 from tests.cli.shipped_configs import smaller
-from tests.lightning_ranks import make_trainer
+from tests.doors import DEFAULT_CHECKS, place_of
+from tests.fits import make_trainer
 
 Found = list[tuple[str, str, str]]
 
@@ -185,12 +184,6 @@ def test_a_last_batch_of_one_row_under_batch_norm_is_a_note(pool: RankPool) -> N
             notes = [text for fault, severity, text in found if (fault, severity) == ("F62", "note")]
             assert len(notes) == sick
             assert all("the last batch has one row" in text and "drop_last=True" in text for text in notes)
-
-
-def test_a_missing_loss_under_the_strategy_is_told_on_every_rank(pool: RankPool) -> None:
-    errors = pool.errors(2, found_in, MissingLoss, True, "ddp_losses")
-    assert len({error.message for error in errors}) == 1
-    assert all(word in errors[0].message for word in ("LossCheck, F35", "returned None (rank 1)", "step 1"))
 
 
 def logged(folder: str) -> list[Any]:

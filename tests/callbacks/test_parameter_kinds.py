@@ -16,10 +16,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks
-from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import CLASSES, WIDTH, ComplexFilter, SparseTable, Validated
-from tests.lightning_ranks import make_trainer
+from tests.doors import DEFAULT_CHECKS
+from tests.fits import make_trainer
 
 
 class Kind(Validated):

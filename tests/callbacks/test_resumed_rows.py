@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from lightning_ddp_losses import BatchCheck, DDPChecks
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import MeanSquare
-from tests.lightning_ranks import make_trainer
+from tests.fits import MeanSquare, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 

@@ -12,19 +12,16 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPLossError, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
-from lightning_ddp_losses.callbacks.facts.user_rows import Row
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
-from lightning_ddp_losses.callbacks.replicas import split_by_bytes
+from lightning_ddp_losses.callbacks import CheckStage, Finding
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
+from tests.doors import Row, split_by_bytes
 
 
 class LateNumber(RankCheck):
@@ -104,21 +101,6 @@ class Big(Subject):  # a parameter of four parts; one rank changes its last elem
         if self.odd and self.trainer.global_step == 1:
             with torch.no_grad():
                 self.big[-1] += 0.25
-
-
-@pytest.mark.parametrize(
-    ("options", "step"),
-    [
-        ({"parts": 1}, "optimizer step of step 1"),
-        ({"parts": 4}, "optimizer step of step 3"),
-        ({"parts": 4, "full_every_n_steps": 2}, "optimizer step of step 2"),
-        ({"every_n_steps": 50}, "end of training, after 12 steps"),
-    ],
-    ids=str,
-)
-def test_a_change_is_found_when_its_part_comes(pool: RankPool, options: dict[str, int], step: str) -> None:
-    errors = pool.errors(2, fit, ParameterSyncCheck(**options), Big, max_epochs=3)
-    assert_errors(errors, "`big` (rank 1), max difference 0.25", step)
 
 
 def test_parts_are_the_whole() -> None:

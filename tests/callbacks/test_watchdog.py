@@ -16,13 +16,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck
-from lightning_ddp_losses.core import torch_compat
-from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
-from tests.answers import assert_errors
-from tests.callbacks.data_cases import FewerUpdates, OtherDtype
 from tests.callbacks.harness import Subject
-from tests.lightning_ranks import make_trainer
+from tests.doors import liveness, torch_compat
+from tests.fits import make_trainer
 
 PLACES = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end"]
 
@@ -168,19 +165,6 @@ class ZeroWithoutEncoder(WithoutEncoder):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-@pytest.mark.parametrize("action", ["warn", "log"])
-@pytest.mark.parametrize(
-    ("subject", "fault"), [(WithoutLoss, "F35"), (WithoutEncoder, "F37"), (ZeroWithoutEncoder, "F32")]
-)
-def test_a_finding_before_a_wait_is_raised_with_any_action(
-    pool: RankPool, subject: type[Subject], fault: str, action: str, strategy: str
-) -> None:
-    """The backward, or the exchange of the checks after it, would wait for ever."""
-    errors = pool.errors(2, fit, partial(subject, True), strategy, action=action, file=False)
-    assert_errors(errors, fault, "of step 1", "rank 1")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("action", ["warn", "raise"])
 def test_a_partial_backward_is_named_without_the_check_that_compares_graphs(
     pool: RankPool, action: str, strategy: str
@@ -206,16 +190,6 @@ class SlowAfterBackward(
 def test_a_rank_that_is_slow_after_its_backward_is_no_fault(pool: RankPool) -> None:
     options = {"checks": [ParameterSyncCheck()], "stall_seconds": 1.0, "file": False}
     assert pool.run(2, fit, partial(SlowAfterBackward, True), "ddp", **options) == [None, None]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-@pytest.mark.parametrize(("subject", "fault"), [(FewerUpdates, "F51"), (OtherDtype, "F52")])
-def test_a_finding_before_a_gather_of_a_metric_is_raised_with_any_action(
-    pool: RankPool, subject: type[Subject], fault: str, strategy: str
-) -> None:
-    """The gathers of the metric would wait for each other, or mix values."""
-    errors = pool.errors(2, fit, partial(subject, True), strategy, action="warn", file=False)
-    assert_errors(errors, f"BufferSyncCheck, {fault}, end of the validation epoch", "collected.values")
 
 
 class AllFail(Subject):  # every rank meets the same error of the user's

@@ -12,11 +12,11 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange, StageFacts
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import BATCHES, OneLoss
-from tests.lightning_ranks import make_trainer
+from tests.doors import RowExchange, StageFacts
+from tests.fits import make_trainer
 from tests.test_way_of_a_call import PACKAGE, ROOM, Followed
 
 STEP = BATCHES - 1  # the last one: nothing is made or agreed on any more

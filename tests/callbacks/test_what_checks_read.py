@@ -15,16 +15,18 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
-from lightning_ddp_losses.callbacks.facts import user_rows
-from lightning_ddp_losses.callbacks.facts.fact import Fact, columns_of
-from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange
-from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
-from tests.callbacks.harness import fit
+from tests.doors import (
+    BUCKETS,
+    BatchReader,
+    EpochRecord,
+    Fact,
+    ReplicatedParameters,
+    RowExchange,
+    columns_of,
+    row_hashes,
+    user_rows,
+)
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 FLOATS = [0.1, -math.inf, 5.0]
@@ -133,11 +135,6 @@ class Mixed(RankCheck):  # measures a list on one rank and a tensor on the other
 
     def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Any:
         return [1] if trainer.global_rank == 0 else torch.ones(1).long()
-
-
-def test_rows_of_different_kinds_are_an_error_of_the_check(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, Mixed())
-    assert_errors(errors, "Mixed itself failed", "0: measured a list of ints", "1: measured torch.int64")
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])

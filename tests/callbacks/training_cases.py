@@ -24,9 +24,10 @@ from lightning_ddp_losses import (
     ParameterSyncCheck,
     RankCheck,
 )
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
-from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
+from lightning_ddp_losses.sharding import ClassShard
 from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, ComplexFilter, OneLoss, SparseTable, Subject
+from tests.doors import tag_shard
 
 
 class Order(Subject):  # two layers of one shape, registered in another order on one rank

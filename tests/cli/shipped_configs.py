@@ -12,7 +12,7 @@ import yaml
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.cli import LossCLI
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 _SMALLER = {
     "cells_supcon": {

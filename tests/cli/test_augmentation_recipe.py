@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_ddp_losses import DDPChecks
-from lightning_ddp_losses.testing import RankPool
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
 from tests.cli.test_recipes import OURS, THEIRS, code_of
-from tests.fits import MeanSquare
-from tests.lightning_ranks import QUIET, RankEnvironment
+from tests.fits import QUIET, MeanSquare
 from tests.strategies.test_resuming import Kill, Killed
 
 SAMPLES, BATCHES = 24, 2  # of an epoch, with 12 rows each

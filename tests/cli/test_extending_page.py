@@ -18,7 +18,7 @@ from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import is_loss
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 LOSS, PAIRS, TYPE, CHECK, STRATEGY = range(5)
 CUTS = (0, 5, 12)

@@ -21,7 +21,7 @@ from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutRows, effective
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.cli.shipped_configs import fit_config
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import assert_close
 from tests.processes import ROOT
 

@@ -31,9 +31,8 @@ import lightning_ddp_losses
 from lightning_ddp_losses.callbacks import FAULTS
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.cli.manual import find_page
-from lightning_ddp_losses.testing import RankPool
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
 from tests.answers import assert_all_close
-from tests.lightning_ranks import RankEnvironment
 from tests.oracle import assert_close
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)

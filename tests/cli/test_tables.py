@@ -23,7 +23,7 @@ from lightning_ddp_losses.cli import (
 from lightning_ddp_losses.cli import main as run_command
 from lightning_ddp_losses.cli.report import draw_embedding, draw_loss_curve
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from tests.strategies.jobs import trainer_alone
+from tests.fits import trainer_alone
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 TYPES = ("T", "B", "NK")

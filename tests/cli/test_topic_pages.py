@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_ddp_losses
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 ROWS, CLASSES, NEAREST = 23, 4, 5
 

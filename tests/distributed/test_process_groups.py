@@ -24,7 +24,7 @@ from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import Ring, assemble, handshake, process_groups, rendezvous, start_mean, torch_compat
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.processes import run_python
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import Job, loader

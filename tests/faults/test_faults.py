@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ddp_losses import DDPLossStrategy
 from tests.faults.ranks import Ended, processes_of, run_ranks
 from tests.faults.training import CLASSES, DIM, Strike, fit, kill
-from tests.lightning_ranks import QUIET
+from tests.fits import QUIET
 from tests.strategies.jobs import Job, loader
 
 LIMIT = 90.0  # generous; what matters is that all ends by itself

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.processes import TORCHRUN, run_python
 from tests.refusals import assert_same_error
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, DDPLossStrategy, GlobalBatchLoss
 from tests.doors import raw_collectives
-from tests.lightning_ranks import QUIET
+from tests.fits import QUIET
 
 ROWS, G, DIM, CLASSES, EPOCHS = 30, 6, 4, 5, 2
 STEPS = EPOCHS * ROWS // G

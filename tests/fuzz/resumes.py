@@ -27,11 +27,11 @@ from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchL
 from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import derived_seed
+from tests.fits import make_trainer
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
 from tests.fuzz.engine import Domain, Found, Place, Refused, guarded, zero_or
 from tests.fuzz.pml_losses import LOSSES, build
-from tests.lightning_ranks import make_trainer
 from tests.losses.sharded_cases import step_rows
 from tests.oracle import CLASS_LOSSES, normal
 

@@ -32,7 +32,7 @@ from lightning_ddp_losses import (
     GlobalBatchLoss,
     SigLipLoss,
 )
-from tests.fits import weights_of
+from tests.fits import QUIET, weights_of
 from tests.gpu.several_ranks import (
     FIT_EXACT,
     FITS,
@@ -43,7 +43,6 @@ from tests.gpu.several_ranks import (
     largest_difference,
     row_of,
 )
-from tests.lightning_ranks import QUIET
 from tests.pretended.devices import Device
 from tests.pretended.ranks import run_jobs
 from tests.strategies.fsdp_jobs import fit_kind_alone, make_job

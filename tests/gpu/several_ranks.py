@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.records import Row
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
-from tests.lightning_ranks import QUIET, RankEnvironment
+from lightning_ddp_losses.testing import RankEnvironment
+from tests.fits import QUIET
 from tests.pretended.devices import Device
 from tests.pretended.ranks import run_jobs
 from tests.strategies.jobs import Job, fit_alone, loader

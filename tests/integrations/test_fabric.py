@@ -21,10 +21,9 @@ from lightning_ddp_losses import (
     global_mean,
 )
 from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
-from lightning_ddp_losses.testing import RankPool
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
 from tests.answers import assert_all_close, assert_errors
 from tests.fits import grads_of
-from tests.lightning_ranks import RankEnvironment
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
 
 TASK = Task(steps=6)

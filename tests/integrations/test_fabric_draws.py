@@ -12,9 +12,8 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from lightning_ddp_losses import global_randomness
-from lightning_ddp_losses.testing import RankPool
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
 from tests.each_rank import each_rank
-from tests.lightning_ranks import RankEnvironment
 from tests.randomness.models import batches, loss_of, make
 
 G, STEPS, SEED, RATE = 12, 6, 7, 0.01

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import Encoder, assert_close
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of

@@ -253,20 +253,6 @@ def warned() -> None:
     then_next(lambda: ask(pml.NTXentLoss(), many, torch.arange(600), mode="rows"))
 
 
-@pytest.mark.parametrize(
-    ("job", "rank", "kind", "words"),
-    [(foreign_error, 1, "ValueError", "no loss for you"), (warned, 0, "UserWarning", "rank 0")],
-)
-def test_an_error_of_one_rank_alone_reaches_the_others_at_their_next_handshake(
-    pool: RankPool, job: Callable[[], None], rank: int, kind: str, words: str
-) -> None:
-    """The rank keeps its own: what the loss itself raises, or a warning that is an error."""
-    errors = pool.errors(2, job)
-    assert errors[rank].type == kind
-    assert errors[1 - rank].type == "PeerError"
-    assert words in errors[1 - rank].message
-
-
 NO_POSITIVES: dict[str, Callable[[], nn.Module]] = {
     "ContrastiveLoss": pml.ContrastiveLoss,
     "MarginLoss": partial(pml.MarginLoss, learn_beta=True, nu=0.1, num_classes=100),

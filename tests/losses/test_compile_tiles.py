@@ -26,7 +26,6 @@ from tests.each_rank import each_rank
 from tests.losses import sharded_cases
 from tests.losses.test_tiled import CASES, SPLITS, TILE_BYTES, play
 from tests.oracle import Found, Place, normal, parity
-from tests.refusals import assert_same_error
 from tests.slow_parameters import slow_parameters
 
 TOWERS: dict[str, Callable[..., nn.Module]] = {"CLIP": ClipLoss, "SigLIP": SigLipLoss}
@@ -97,11 +96,6 @@ def one_rank_compiles(name: str) -> None:
     loss = MAKE[name](compile_tiles=dist.get_rank() == 0)
     with mock.patch.object(tile_compiler, "compiled", as_it_is):
         loss(torch.randn(4, 4), torch.tensor([0, 0, 1, 1]))
-
-
-@pytest.mark.parametrize("name", MAKE)
-def test_an_option_of_one_rank_is_an_error_on_all(pool: RankPool, name: str) -> None:
-    assert_same_error(pool.errors(2, one_rank_compiles, name), "compile_tiles")
 
 
 def successor(value: int) -> int:

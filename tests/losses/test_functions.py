@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_ddp_losses import ConfigurationError, DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
+from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, InputError, certify, global_rows
 from lightning_ddp_losses.testing import RankPool
-from tests import lightning_ranks
+from tests import fits
 from tests.each_rank import each_rank
 from tests.oracle import Found, Place, assert_close, own, parity
 from tests.refusals import Refused, refusals
@@ -221,27 +221,6 @@ def test_errors_name_the_function() -> None:
         GlobalBatchLoss(identity)(torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (nn.MSELoss, "Make an instance"),
-        ("dice", "Give the function that computes the loss"),
-        (None, "Give the function that computes the loss"),
-        (nn.Linear(2, 2).forward, "Give the module"),
-    ],
-    ids=["a class", "a name", "nothing", "a forward"],
-)
-def test_what_is_no_loss(loss: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        GlobalBatchLoss(loss)
-
-
-@pytest.mark.parametrize("mode", ["elements", "moments"])
-def test_modes_of_other_losses(mode: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"GlobalBatchLoss\(dice\): mode"):
-        GlobalBatchLoss(dice, mode=mode)
-
-
 def test_a_certificate_says_what_is_sent() -> None:
     sent = certify(dice, torch.rand(8, 2), torch.rand(8, 2)).sent
     assert sent.evaluation == "rows"
@@ -268,7 +247,7 @@ class Fit(pl.LightningModule):
 def fitted() -> dict[str, Tensor]:
     """Train for three steps on the rows of one batch, of all ranks or in one process."""
     data = torch.utils.data.TensorDataset(*(each.float()[:6] for each in batch()))
-    return lightning_ranks.fitted(Fit(), "ddp_losses", data, [3, 3], max_epochs=3)
+    return fits.fitted(Fit(), "ddp_losses", data, [3, 3], max_epochs=3)
 
 
 def test_a_fit(pool: RankPool) -> None:

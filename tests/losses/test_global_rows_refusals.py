@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import call
-from tests.refusals import refusals
+from tests.refusals import Refused, refusals
 
 ROWS = (5, 2)
 Formula = Callable[[Tensor, Tensor], Any]
@@ -123,6 +123,20 @@ def captured(rank: int) -> None:
 
 
 OPERATORS = "expected operators that compute with the rows"
+
+
+def meet_on_a_device(local: bool) -> float:
+    """Tensors of the formula are compared at the end of the call, as on an accelerator."""
+    with mock.patch.object(call, "_is_on_host", return_value=False):
+        own = torch.full((4,), 1.0 + dist.get_rank() * local, dtype=torch.float64)
+        return float(global_rows(lambda x, y: (x * own).square().sum(), *rows(), name="loss").detach())
+
+
+def meet_with_infinity(rank: int) -> None:
+    mask = torch.tensor([-torch.inf, 0.0, 1.0, 2.0 + rank], dtype=torch.float64)
+    global_rows(lambda x, y: (x + mask).exp().sum(), *rows(), name="loss")
+
+
 REFUSED: dict[str, tuple[Any, ...]] = {
     # memory
     "data_ptr": (every(lambda x, y: x.data_ptr()), OPERATORS),
@@ -222,27 +236,23 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "sparse rows": (lambda rank: global_rows(torch.sum, torch.eye(2).to_sparse()), "expected a dense tensor"),
     "no function": (lambda rank: global_rows(3, torch.eye(2)), "expected a function"),
+    "a write into numpy": Refused(
+        every(lambda x, y: x.detach().numpy().fill(0)), (), own=dict.fromkeys((0, 1), "ValueError")
+    ),
+    "an infinite number beside a difference": (meet_with_infinity, "that is no argument", "DDPLossError", 2, False),
+    "a tensor of this rank on an accelerator": (
+        lambda rank: meet_on_a_device(True),
+        "(4,) torch.float64 that is no argument",
+        "DDPLossError",
+        2,
+        False,
+    ),
+    # an error of one rank
+    "an error of the formula": Refused(
+        lambda rank: run(lambda x, y: {}["absent"] if rank else x.sum()), "absent", "PeerError", own={1: "KeyError"}
+    ),
 }
 test_errors_on_every_rank = refusals(__name__, "REFUSED")
-
-
-def test_an_error_of_one_rank_reaches_the_others(pool: RankPool) -> None:
-    first, second = pool.errors(2, one_fails)
-    assert (second.type, first.type) == ("KeyError", "PeerError")
-    assert "absent" in first.message
-
-
-def one_fails() -> None:
-    run(lambda x, y: {}["absent"] if dist.get_rank() else x.sum())
-
-
-def test_numpy_of_rows_is_read_only(pool: RankPool) -> None:
-    errors = pool.errors(2, write_into_numpy)
-    assert [error.type for error in errors] == ["ValueError", "ValueError"]
-
-
-def write_into_numpy() -> None:
-    run(lambda x, y: x.detach().numpy().fill(0))
 
 
 def values(formulas: list[int]) -> list[Any]:
@@ -309,24 +319,5 @@ def whole_values(numbers: list[int]) -> list[Any]:
     return [READ[number](x, y) for number in numbers]
 
 
-def meet_on_a_device(local: bool) -> float:
-    """Tensors of the formula are compared at the end of the call, as on an accelerator."""
-    with mock.patch.object(call, "_is_on_host", return_value=False):
-        own = torch.full((4,), 1.0 + dist.get_rank() * local, dtype=torch.float64)
-        return float(global_rows(lambda x, y: (x * own).square().sum(), *rows(), name="loss").detach())
-
-
-def test_tensors_of_an_accelerator_are_compared_at_the_end(pool: RankPool) -> None:
+def test_tensors_of_an_accelerator_that_are_equal(pool: RankPool) -> None:
     assert len(set(pool.run(2, meet_on_a_device, False))) == 1
-    for error in pool.errors(2, meet_on_a_device, True):
-        assert "(4,) torch.float64 that is no argument" in error.message
-
-
-def meet_with_infinity() -> None:
-    mask = torch.tensor([-torch.inf, 0.0, 1.0, 2.0 + dist.get_rank()], dtype=torch.float64)
-    global_rows(lambda x, y: (x + mask).exp().sum(), *rows(), name="loss")
-
-
-def test_an_infinite_number_hides_no_difference(pool: RankPool) -> None:
-    for error in pool.errors(2, meet_with_infinity):
-        assert "that is no argument" in error.message

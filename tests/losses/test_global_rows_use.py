@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, accumulation_window, global_rows
 from lightning_ddp_losses.testing import RankPool
-from tests import lightning_ranks
+from tests import fits
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.rows_cases import dice, vicreg
@@ -215,7 +215,7 @@ class Fit(pl.LightningModule):
 
 def fitted() -> dict[str, Tensor]:
     """Train for three steps on the rows of one batch, of all ranks or in one process."""
-    return lightning_ranks.fitted(Fit(), "ddp_losses", batch().float()[:6], [3, 3], max_epochs=3)
+    return fits.fitted(Fit(), "ddp_losses", batch().float()[:6], [3, 3], max_epochs=3)
 
 
 def test_a_fit(pool: RankPool) -> None:
@@ -233,9 +233,3 @@ def accumulate(kind: str) -> None:
             rows = net(torch.ones(2 + 2 * dist.get_rank(), 3).double())
             value = global_rows(Spread(), rows, name="spread") if kind == "a formula" else loss(rows)
         value.backward()
-
-
-@pytest.mark.parametrize("kind", ["a formula", "mode rows", "views"])
-def test_an_accumulation_window_refuses_what_it_cannot_correct(pool: RankPool, kind: str) -> None:
-    for error in pool.errors(2, accumulate, kind):
-        assert "accumulation window: what is back-propagated" in error.message

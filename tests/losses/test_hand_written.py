@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, TASK
 from tests.oracle import Encoder, Task, assert_close, batches, normal, own

@@ -25,7 +25,6 @@ from lightning_ddp_losses.errors import DDPLossError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.oracle import normal
-from tests.refusals import assert_same_error
 
 DIM, CLASSES = 8, 5
 FEW, MANY = 6, 120  # rows of rank 0; the others have some more
@@ -351,13 +350,6 @@ def test_on_all_ranks_it_is_a_fresh_loss(pool: RankPool, name: str, calls: int) 
         torch.testing.assert_close(value, fresh, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("calls", [0, 1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_on_one_rank_it_is_one_error(pool: RankPool, name: str, calls: int, world_size: int) -> None:
-    assert_same_error(pool.errors(world_size, changed, name, calls, (1,)), kind="RankMismatchError")
-
-
 def changed_back(name: str) -> list[Tensor]:
     """The call after the error, when the option is what it was."""
     case, rank = CASES[name], dist.get_rank()
@@ -387,18 +379,9 @@ def other_mode(name: str) -> None:
     call(case, module, rank)
 
 
-@pytest.mark.parametrize("name", ["few rows", "tiles", "elements", "class shards", "a miner", "Public"])
-def test_training_on_one_rank_and_evaluation_on_another_is_one_error(pool: RankPool, name: str) -> None:
-    assert_same_error(pool.errors(2, other_mode, name), "training=", kind="RankMismatchError")
-
-
 def unreadable(*, check_weights: bool = True, calls: int = 2) -> list[float]:
     loss = GlobalBatchLoss(Unreadable(0.1 if dist.get_rank() == 0 else 0.5), check_weights=check_weights)
     return [loss(*labelled(FEW + dist.get_rank())).item() for _ in range(calls)]
-
-
-def test_what_cannot_be_read_is_found_by_its_value(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, unreadable), "value of the call before", kind="RankMismatchError")
 
 
 def test_a_user_may_let_ranks_differ(pool: RankPool) -> None:

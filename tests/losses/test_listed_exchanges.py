@@ -21,7 +21,7 @@ from tests.counting import CountCollectives
 from tests.doors import Listed, handshake, listed
 from tests.losses.rows_cases import CASES, D
 from tests.oracle import own
-from tests.refusals import Refused, assert_same_error, refusals
+from tests.refusals import Refused, refusals
 
 
 def case(name: str, rows: tuple[int, ...], features: int) -> tuple[Callable[..., Tensor], list[Tensor], list[Tensor]]:
@@ -188,22 +188,6 @@ def lone_branch(place: int, how: str, delayed: bool, gathers: bool) -> None:
             global_rows(formula, rows_of(), name="alone")
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["reads", "returns", "raises"])
-def test_one_rank_leaves_the_list(pool: RankPool, how: str, place: int, delayed: bool, gathers: bool) -> None:
-    errors = pool.errors(2, lone_branch, place, how, delayed, gathers, seconds=40)
-    if how == "raises":
-        assert [error.type for error in errors] == ["PeerError", "KeyError"]
-        assert not any(error.timed_out for error in errors)
-        assert "absent" in errors[0].message
-    else:
-        assert_same_error(errors, kind="RankMismatchError")
-        if how == "reads":
-            assert "extra.sum().item()" in errors[0].message
-
-
 def fail_and_go_on(delayed: bool) -> None:
     """An error of one rank, or of all, in a call that follows the list; then calls go on."""
     for attempt in range(4):
@@ -259,19 +243,6 @@ def end_with(how: str, delayed: bool) -> list[int]:
             found.append(len(counter.names))
             assert torch.allclose(value.detach(), truth(formula), rtol=1e-12)
     return found
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("how", ["reads", "returns", "raises", "a tensor", "another number"])
-def test_one_rank_differs_at_the_end(pool: RankPool, how: str, delayed: bool) -> None:
-    errors = pool.errors(2, end_with, how, delayed, seconds=40)
-    if how == "raises":
-        assert [error.type for error in errors] == ["PeerError", "KeyError"]
-        assert "absent" in errors[0].message
-    else:
-        assert_same_error(errors, kind="RankMismatchError")
-    if how == "a tensor":
-        assert "the same values on every rank" in errors[0].message
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -470,7 +441,34 @@ def test_random_departures(pool: RankPool, delayed: bool) -> None:
     assert sum(each == "exact" for each in by_rank[0]) > 100
 
 
+def leaves(place: int, how: str, delayed: bool, gathers: bool) -> Refused:
+    words = "extra.sum().item()" if how == "reads" else ()
+    return parting(lambda _: lone_branch(place, how, delayed, gathers), how, words)
+
+
+def ends(how: str, delayed: bool) -> Refused:
+    return parting(lambda _: end_with(how, delayed), how, "the same values on every rank" if how == "a tensor" else ())
+
+
+def parting(call: Callable[[int], object], how: str, words: str | tuple[str, ...]) -> Refused:
+    if how == "raises":
+        return Refused(call, "absent", "PeerError", own={1: "KeyError"})
+    return Refused(call, words, "RankMismatchError")
+
+
 REFUSED: dict[str, Refused] = {
+    **{
+        f"rank 1 {how} at {place}, delayed={delayed}, gathers={gathers}": leaves(place, how, delayed, gathers)
+        for how in ("reads", "returns", "raises")
+        for place in (0, 1, 2, 3)
+        for delayed in (False, True)
+        for gathers in (False, True)
+    },
+    **{
+        f"rank 1 ends with {how}, delayed={delayed}": ends(how, delayed)
+        for how in ("reads", "returns", "raises", "a tensor", "another number")
+        for delayed in (False, True)
+    },
     "plain tensors are still compared": Refused(
         lambda _: plain_of_a_rank(), "the same values on every rank", kind="RankMismatchError"
     ),

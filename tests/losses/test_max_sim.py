@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_losses import ConfigurationError, DDPChecks, InputError, MaxSimLoss, accumulation_window
+from lightning_ddp_losses import DDPChecks, MaxSimLoss, accumulation_window
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives, sizes_of_results
 from tests.doors import max_sim
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import Found, Place, normal, parity
 from tests.processes import run_python
 from tests.refusals import Refused, refusals
@@ -267,13 +267,6 @@ REFUSED = {
     how: Refused(lambda _, how=how: misused(how), words, kind, same=False) for how, (kind, words) in MISUSES.items()
 }
 test_misuse = refusals(__name__, "REFUSED")
-
-
-def test_options() -> None:
-    with pytest.raises(ConfigurationError, match="scale: expected above 0"):
-        MaxSimLoss(0.0)
-    with pytest.raises(InputError, match="one for each column"):
-        MaxSimLoss()(torch.randn(2, 3, 4), [torch.randn(2, 3, 4)] * 2, documents_mask=[None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

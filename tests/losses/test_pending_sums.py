@@ -20,7 +20,7 @@ from tests.counting import CountCollectives, nothing_rides
 from tests.each_rank import each_rank
 from tests.losses.rows_cases import CASES
 from tests.oracle import Found, Place, assert_near, own, parity
-from tests.refusals import refusals
+from tests.refusals import Refused, refusals
 
 ROWS = (5, 2, 4)
 
@@ -218,31 +218,6 @@ def uncounted_write(x: Tensor) -> Tensor:
     return first * x.mean()
 
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "an uncounted write": (lambda rank: global_rows(uncounted_write, rows()), "the same values", "RankMismatchError"),
-    "a value that one rank reads": (
-        lambda rank: global_rows(first_reads, rows()),
-        "in first_reads: first = x.sum()",
-        "RankMismatchError",
-    ),
-    "other operands": (
-        lambda rank: global_rows(other_operands, rows()),
-        ("mul #0 #0", "mul #0 #"),
-        "RankMismatchError",
-    ),
-}
-test_errors_on_every_rank = refusals(__name__, "REFUSED")
-
-
-def test_an_error_of_one_rank_before_the_exchange(pool: RankPool) -> None:
-    first, second = pool.errors(2, fail)
-    assert (first.type, second.type) == ("KeyError", "PeerError")
-
-
-def fail() -> None:
-    global_rows(first_fails, rows())
-
-
 kept: list[Tensor] = []
 
 
@@ -256,9 +231,30 @@ def keep_and_fail() -> None:
     kept.pop().item()
 
 
-def test_a_sum_of_a_call_that_failed_has_no_value(pool: RankPool) -> None:
-    for error in pool.errors(2, keep_and_fail):
-        assert "one whose call has failed before it was exchanged" in error.message
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "an error of one rank before the exchange": Refused(
+        lambda rank: global_rows(first_fails, rows()), (), "PeerError", own={0: "KeyError"}
+    ),
+    "a sum of a call that failed": (
+        lambda rank: keep_and_fail(),
+        "one whose call has failed before it was exchanged",
+        "DDPLossError",
+        2,
+        False,
+    ),
+    "an uncounted write": (lambda rank: global_rows(uncounted_write, rows()), "the same values", "RankMismatchError"),
+    "a value that one rank reads": (
+        lambda rank: global_rows(first_reads, rows()),
+        "in first_reads: first = x.sum()",
+        "RankMismatchError",
+    ),
+    "other operands": (
+        lambda rank: global_rows(other_operands, rows()),
+        ("mul #0 #0", "mul #0 #"),
+        "RankMismatchError",
+    ),
+}
+test_errors_on_every_rank = refusals(__name__, "REFUSED")
 
 
 class Mean(nn.Module):

@@ -19,7 +19,6 @@ from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
-from tests.refusals import assert_same_error
 
 CLASSES, DIM = 300, 32  # large enough for a weight that is compared in parts
 
@@ -55,22 +54,6 @@ def train(
             loss(encoder(rows), given).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        *((kind, {"same_start": same}) for kind in KINDS for same in (False, True)),
-        ("ArcFace", {"same_start": False, "in_window": True}),
-    ],
-    ids=str,
-)
-def test_weights_that_nobody_reduces_are_an_error_on_all_ranks(
-    pool: RankPool, kind: str, options: dict[str, bool]
-) -> None:
-    """What only drifts is found once the part that differs is read."""
-    words = "Wrap the loss in DistributedDataParallel, or put it in the model", "check_weights=False"
-    assert_same_error(pool.errors(2, train, kind, wrapped=False, **options), *words, kind="RankMismatchError")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_ddp_losses import ClassShardedLoss
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import process_groups
 from tests.each_rank import each_rank
 from tests.oracle import assert_close, normal
-from tests.refusals import assert_same_error
 
 CLASSES, DIM, ROWS = 5, 4, 12  # on 4 ranks: 2, 2, 1 and 0 classes
 CENTERS = {"ArcFaceLoss": 1, "ProxyNCALoss": 1, "SubCenterArcFaceLoss": 3, "SoftTripleLoss": 2}
@@ -111,9 +109,3 @@ def test_parts_of_the_world_are_replicas() -> None:
 
 def on_other_ranks() -> None:
     ClassShardedLoss(plain("ArcFaceLoss")).weight_as_dtensor(DeviceMesh("cpu", [0, 2, 1]))
-
-
-def test_another_mesh_is_refused(pool: RankPool) -> None:
-    assert_same_error(pool.errors(3, on_other_ranks), "mesh", "[0, 2, 1] for classes over ranks [0, 1, 2]")
-    with pytest.raises(ConfigurationError, match="expected a process group, got none"):
-        ClassShardedLoss(plain("ArcFaceLoss")).weight_as_dtensor()

@@ -21,7 +21,6 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.utils import common_functions
 from torch import Tensor, nn
 
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import Operators
@@ -284,22 +283,6 @@ def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     assert len(parts) > 1
     positives, negatives = call.local_pair_counts()
     assert all(positives[part].sum() > 1 and negatives[part].sum() > 1 for part in parts)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tile_bytes": 0}, "tile_bytes"),
-    ({"tile_bytes": -4}, "tile_bytes"),
-    ({"tile_bytes": 1.5}, "tile_bytes"),
-    ({"gather": "some"}, "gather"),
-    ({"gather": "ring"}, "expected 'all', got 'ring'"),
-    ({"gather": "ring", "mode": "rows"}, "`tile_bytes` bounds the distances"),
-]
-
-
-@pytest.mark.parametrize(("options", "word"), REFUSED)
-def test_tiles_and_ways_to_gather_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigurationError, match=word):
-        GlobalBatchLoss(**{"loss": pml.SupConLoss(), **options})
 
 
 def few_rows_on_one_tile_size() -> float:

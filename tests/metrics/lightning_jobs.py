@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import GlobalBatchLoss, differentiable
-from tests.lightning_ranks import QUIET, make_trainer
+from tests.fits import QUIET, make_trainer
 from tests.oracle import Encoder, Task, batches, cuts
 
 TASK = Task()

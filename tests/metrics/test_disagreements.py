@@ -22,7 +22,7 @@ from tests.each_rank import each_rank
 from tests.metrics.harness import offline
 from tests.metrics.kinds import Ours
 from tests.oracle import normal
-from tests.refusals import assert_same_error, refusals
+from tests.refusals import Refused, refusals
 
 
 def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:
@@ -48,10 +48,6 @@ def ranks_without_data() -> tuple[list[float], list[float]]:
     return found, truth
 
 
-def nobody_has_rows() -> None:
-    differentiable(tm.CosineSimilarity()).compute()
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 @each_rank()
 def test_right_results_where_there_are_some() -> None:
@@ -70,9 +66,6 @@ def test_right_results_where_there_are_some() -> None:
 def test_a_rank_without_data_counts_for_nothing(pool: RankPool, world_size: int) -> None:
     for found, truth in pool.run(world_size, ranks_without_data):
         assert found == pytest.approx(truth, rel=1e-6)  # CosineSimilarity is float32
-    # all ranks have none: what torchmetrics says to one process
-    errors = pool.errors(world_size, nobody_has_rows)
-    assert {(error.type, error.message) for error in errors} == {("ValueError", "No samples to concatenate")}
 
 
 # ---------------------------------------------------------------------- errors
@@ -168,6 +161,33 @@ def apart(rank: int, *, states: bool) -> None:
 
 MISMATCH, RANKS = "RankMismatchError", ("rank 0", "rank 1")
 DEVICES = ("metric MeanSquaredError: devices: expected", "on cpu", "on meta")
+
+
+def one_fails() -> None:
+    preds = rows(4)[:, 0]
+    called(tm.MeanSquaredError, preds, preds if dist.get_rank() else preds[:2])
+
+
+def fails_beside_a_member_without_peers() -> None:
+    rank = dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    members = {"a": tm.MeanSquaredError(process_group=alone[rank]), "b": tm.MeanAbsoluteError()}
+    metric = differentiable(tm.MetricCollection(members, compute_groups=False))
+    preds, target = pairs_of(rank)
+    metric(preds, target if rank == 0 else target[:2])
+
+
+def computed_in_another_order(kind: str) -> None:
+    make = synced if kind.startswith("synced") else differentiable
+    metrics = [make(tm.MeanSquaredError()) for _ in range(2)]
+    if kind.endswith("copies"):
+        metrics = [metrics[0].clone() for _ in range(2)]
+    for metric in metrics:
+        metric.update(*pairs_of(dist.get_rank()))
+    for metric in metrics if dist.get_rank() == 0 else reversed(metrics):
+        metric.compute()
+
+
 ERRORS: dict[str, tuple[Any, ...]] = {
     "defaults": (defaults, ("_Narrow.kept", "(3,)", "(2,)", *RANKS, "before compute"), MISMATCH),
     "states that nobody joins, as a loss": (
@@ -220,22 +240,33 @@ ERRORS: dict[str, tuple[Any, ...]] = {
         MISMATCH,
     ),
     "different times": (different_times, ("forward", "compute"), MISMATCH),
+    **{
+        f"another order of {kind}": Refused(
+            lambda _, kind=kind: computed_in_another_order(kind), "metric MeanSquaredError, compute", MISMATCH
+        )
+        for kind in ("synced", "synced copies", "differentiable", "differentiable copies")
+    },
+    # what torchmetrics says to one process
+    **{
+        f"no rows on {ranks} ranks": Refused(
+            lambda _: differentiable(tm.CosineSimilarity()).compute(),
+            "No samples to concatenate",
+            "ValueError",
+            ranks,
+            False,
+        )
+        for ranks in (2, 3)
+    },
+    "an error of torchmetrics on one rank": Refused(lambda _: one_fails(), "same shape", "Exception", same=False),
+    # The first member has no peers.
+    "an error of one member on one rank": Refused(
+        lambda _: fails_beside_a_member_without_peers(), "same shape", "PeerError", own={1: "RuntimeError"}
+    ),
     "states on another device": (lambda r: apart(r, states=True), DEVICES, "InputError"),
     "rows on another device": (lambda r: apart(r, states=False), DEVICES, "InputError"),
 }
 _warns = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 test_the_same_error_on_every_rank = _warns(refusals(__name__, "ERRORS"))
-
-
-def one_fails() -> None:
-    preds = rows(4)[:, 0]
-    called(tm.MeanSquaredError, preds, preds if dist.get_rank() else preds[:2])
-
-
-def test_an_error_of_torchmetrics_on_one_rank_reaches_the_others(pool: RankPool) -> None:
-    for error in pool.errors(2, one_fails):
-        assert "same shape" in error.message
-        assert not error.timed_out
 
 
 # ---------------------------------------------------------------------- sync_on_compute, changed after the first call
@@ -312,23 +343,6 @@ def test_a_sync_that_all_ranks_switch_off_is_followed(kind: str) -> None:
 # ---------------------------------------------------------------------- which of several
 
 
-def computed_in_another_order(kind: str) -> None:
-    make = synced if kind.startswith("synced") else differentiable
-    metrics = [make(tm.MeanSquaredError()) for _ in range(2)]
-    if kind.endswith("copies"):
-        metrics = [metrics[0].clone() for _ in range(2)]
-    for metric in metrics:
-        metric.update(*pairs_of(dist.get_rank()))
-    for metric in metrics if dist.get_rank() == 0 else reversed(metrics):
-        metric.compute()
-
-
-@pytest.mark.parametrize("kind", ["synced", "synced copies", "differentiable", "differentiable copies"])
-def test_metrics_that_one_rank_computes_in_another_order_are_an_error(pool: RankPool, kind: str) -> None:
-    errors = pool.errors(2, computed_in_another_order, kind)
-    assert_same_error(errors, "metric MeanSquaredError, compute", kind="RankMismatchError")
-
-
 @each_rank(2)
 def test_a_metric_that_one_rank_has_made_more_of_meets_its_peer() -> None:
     """A rank that logs may make metrics of its own."""
@@ -382,22 +396,6 @@ def test_a_compute_that_writes_to_a_state_is_refused(pool: RankPool, kind: str, 
 
 
 # ---------------------------------------------------------------------- a member alone in its group
-
-
-def fails_beside_a_member_without_peers() -> None:
-    rank = dist.get_rank()
-    alone = [dist.new_group([other]) for other in range(dist.get_world_size())]
-    members = {"a": tm.MeanSquaredError(process_group=alone[rank]), "b": tm.MeanAbsoluteError()}
-    metric = differentiable(tm.MetricCollection(members, compute_groups=False))
-    preds, target = pairs_of(rank)
-    metric(preds, target if rank == 0 else target[:2])
-
-
-def test_an_error_reaches_the_peers_of_any_member(pool: RankPool) -> None:
-    """The first member has none."""
-    errors = pool.errors(2, fails_beside_a_member_without_peers)
-    assert [error.type for error in errors] == ["PeerError", "RuntimeError"]
-    assert "same shape" in errors[0].message
 
 
 def compute_again_on_one_rank() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import differentiable
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.metrics.lightning_jobs import JOBS, Alone, Job, fit
 from tests.oracle import assert_close
 

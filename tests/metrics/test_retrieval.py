@@ -27,7 +27,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.doors import GalleryPart, best_columns
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.metrics.retrieval_oracle import Row, retrieval
 from tests.oracle import normal
 from tests.refusals import refusals, refusals_of_one_process

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_losses
 from lightning_ddp_losses import parity
-from tests.lightning_ranks import RankEnvironment
+from lightning_ddp_losses.testing import RankEnvironment
 from tests.parity.loops import batches as global_batches
 from tests.parity.loops import encoder, gather_cut, regression
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from tests.doors import LocalClasses, TowerCall
-from tests.lightning_ranks import QUIET
+from tests.fits import QUIET
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device
 from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy

@@ -37,9 +37,9 @@ from lightning_ddp_losses import (
     SyncBatchNorm,
     differentiable,
 )
+from lightning_ddp_losses.testing import RankEnvironment
 from tests.doors import DEFAULT_CHECKS, handshake
-from tests.fits import listed
-from tests.lightning_ranks import QUIET, RankEnvironment
+from tests.fits import QUIET, listed
 from tests.pretended.devices import HOST, Device
 from tests.pretended.forks import on_forked_ranks
 from tests.pretended.runs import Bound, Found

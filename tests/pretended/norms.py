@@ -26,8 +26,7 @@ from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.layers import forward_plan
 from tests.counting import CountCollectives
 from tests.doors import PlannedCall, handshake
-from tests.fits import listed
-from tests.lightning_ranks import QUIET
+from tests.fits import QUIET, listed
 from tests.pretended import forks
 from tests.pretended.devices import HOST, Device, waits_in
 from tests.pretended.fits import OneNodePerRank, PretendAccelerator, PretendStrategy

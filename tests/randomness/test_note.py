@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy, RankMismatchError
 from tests.doors import layers_that_drop
 from tests.each_rank import each_rank
-from tests.lightning_ranks import make_trainer, said_on_rank_zero
+from tests.fits import make_trainer, said_on_rank_zero
 from tests.randomness.models import batches
 
 WIDTH = 8

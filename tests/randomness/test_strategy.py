@@ -24,8 +24,7 @@ from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import torch_compat
 from tests.each_rank import each_rank
-from tests.fits import Trained, listed, weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import Trained, listed, make_trainer, weights_of
 from tests.oracle import assert_close
 from tests.randomness.models import RATE, batches, loss_of, make, one_process
 from tests.randomness.test_block import Splits, own_rows

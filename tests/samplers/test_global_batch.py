@@ -7,7 +7,6 @@ import pickle
 import random
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -22,16 +21,13 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
-    Sampler,
-    SequentialSampler,
     TensorDataset,
 )
 
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler, seeded_draw
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.refusals import Refused, refusals
 from tests.samplers.cases import CASES, LABELS, ROWS, SEED, Case, one_process
 
 Epochs = list[list[list[Any]]]
@@ -220,154 +216,6 @@ def test_what_it_is() -> None:
             assert list(twin) == list(sampler)
     rebuilt = type(batch_form)(range(3), batch_size=batch_form.batch_size, drop_last=False)
     assert list(rebuilt) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
-
-
-class Endless(Sampler[int]):
-    def __iter__(self) -> Any:
-        return iter(int, 1)
-
-
-class Infinite(Endless):
-    def __len__(self) -> Any:
-        raise NotImplementedError
-
-
-DATA = TensorDataset(torch.arange(4))
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "a number": (lambda: GlobalBatchSampler(7, 2), "expected a sampler with a length, got int"),
-    "a data set": (lambda: GlobalBatchSampler.batches(DATA, 2), "got TensorDataset"),
-    "a loader": (lambda: GlobalBatchSampler.batches(DataLoader(DATA)), "got DataLoader"),
-    "no length": (lambda: GlobalBatchSampler(Endless(), 2), "got Endless without one"),
-    "no usable length": (lambda: GlobalBatchSampler(Infinite(), 2), "got Infinite without one"),
-    "an iterator": (lambda: GlobalBatchSampler(iter([1]), 2), "got list_iterator without one"),
-    "nested": (
-        lambda: GlobalBatchSampler(GlobalBatchSampler(range(4), 2), 2),
-        "got GlobalBatchSampler, which is cut by rank already",
-    ),
-    "nested batches": (
-        lambda: GlobalBatchSampler.batches(GlobalBatchSampler.batches(range(4), 2)),
-        "got GlobalBatches, which is cut by rank already",
-    ),
-    "around a distributed sampler": (
-        lambda: GlobalBatchSampler.batches(BatchSampler(DistributedSampler(DATA, 2, 0), 2, False)),
-        "got DistributedSampler, which is cut by rank already",
-    ),
-    "deep inside": (
-        lambda: GlobalBatchSampler.batches(
-            type("Mine", (BatchSampler,), {})(GlobalBatchSampler(range(4), 2), 2, False)
-        ),
-        "got Mine around a GlobalBatchSampler, which is cut by rank already",
-    ),
-    "size 0": (lambda: GlobalBatchSampler(range(4), 0), "local_batch_size: expected an integer, 1 or more"),
-    "size True": (lambda: GlobalBatchSampler.batches(range(4), True), "global_batch_size: expected"),
-    "no size": (lambda: GlobalBatchSampler(range(4), None), "local_batch_size: expected an integer, 1 or more"),
-    "seed": (lambda: GlobalBatchSampler(range(4), 2, seed=-1), "seed: expected a whole number"),
-    "two sizes": (
-        lambda: GlobalBatchSampler.batches(BatchSampler(range(4), 2, False), 2),
-        "expected no global_batch_size or drop_last in addition to its own",
-    ),
-    "drop_last of batches": (
-        lambda: GlobalBatchSampler.batches(CASES["by length"].make(), drop_last=True),
-        "Leave it to the sampler",
-    ),
-    "batches as sampler=": (
-        lambda: GlobalBatchSampler(BatchSampler(range(4), 2, False), 2),
-        r"batch_sampler=GlobalBatchSampler\.batches\(sampler\)",
-    ),
-    "built by hand": (
-        lambda: type(GlobalBatchSampler.batches(range(4), 2))(range(4), 2, False),
-        r"Write GlobalBatchSampler\.batches",
-    ),
-    "another batch size inside": (
-        lambda: list(GlobalBatchSampler.batches(MPerClassSampler(LABELS, 4, 12), 24)),
-        r"batch_size of the MPerClassSampler: expected 24 \(global_batch_size\), got 12",
-    ),
-}
-BAD_DRAWS: dict[str, tuple[Callable[[], Any], str]] = {
-    "batches where indices were said": (
-        lambda: list(GlobalBatchSampler(CASES["hierarchical"].make(), 2)),
-        "expected indices, got batches",
-    ),
-    "indices where batches were said": (
-        lambda: list(GlobalBatchSampler.batches(SequentialSampler(range(4)))),
-        r"expected batches, got indices\n.*GlobalBatchSampler\.batches\(sampler, global_batch_size\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", [*BAD, *BAD_DRAWS])
-def test_bad_input(name: str) -> None:
-    build_it, text = (BAD | BAD_DRAWS)[name]
-    with pytest.raises(ConfigurationError if name in BAD else InputError, match=text):
-        build_it()
-
-
-def undivided() -> Any:
-    return GlobalBatchSampler(MPerClassSampler(LABELS, 4, 16, length_before_new_iter=48), 5)
-
-
-def other_labels() -> Any:
-    labels = LABELS.roll(dist.get_rank() // 2)
-    return GlobalBatchSampler.batches(MPerClassSampler(labels, 4, 12, length_before_new_iter=48), 12)
-
-
-def other_epoch() -> Any:
-    sampler: Any = GlobalBatchSampler.batches(range(48), 12)
-    sampler.set_epoch(dist.get_rank())
-    return sampler
-
-
-def too_small() -> Any:
-    return GlobalBatchSampler.batches(range(50), 12)
-
-
-def rows_on_one_rank() -> Any:
-    return GlobalBatchSampler.batches([["a"]] * 6 if dist.get_rank() == 1 else ["a"] * 6, 3)
-
-
-def other_length() -> Any:
-    return GlobalBatchSampler.batches(range(48 + 12 * (dist.get_rank() == 1)), 12)
-
-
-SIXTEEN = "expected 15 (3 ranks * local_batch_size 5), got 16"
-ON_RANKS: dict[str, Refused] = {
-    "16 rows for 3 ranks, at len": Refused(
-        lambda _: len(undivided()),
-        [SIXTEEN, "GlobalBatchSampler.batches(sampler, 16)", "unevenly"],
-        "ConfigurationError",
-        3,
-    ),
-    "16 rows for 3 ranks": Refused(lambda _: list(undivided()), [SIXTEEN], "ConfigurationError", 3),
-    "2 rows left, at len": Refused(
-        lambda _: len(too_small()), ["batch 4: expected at least one", "drop_last=True"], "InputError", 3
-    ),
-    "2 rows left for 3 ranks": Refused(
-        lambda _: list(too_small()), ["batch 4: expected at least one", "got 2"], "InputError", 3
-    ),
-    "a small batch": Refused(
-        lambda _: list(GlobalBatchSampler.batches([[0, 1, 2], [3, 4]])),
-        ["batch 1: expected at least one", "got 2"],
-        "InputError",
-        3,
-    ),
-    "other labels": Refused(
-        lambda _: list(other_labels()),
-        ["GlobalBatchSampler(MPerClassSampler) drew in epoch 0", "rank 2: digest", "same labels"],
-        "RankMismatchError",
-        3,
-    ),
-    "other length": Refused(
-        lambda _: list(other_length()),
-        ["GlobalBatchSampler(range): length", "rank 1: length=60"],
-        "RankMismatchError",
-        3,
-    ),
-    "other epoch": Refused(lambda _: list(other_epoch()), ["epoch", "rank 2: epoch=2"], "RankMismatchError", 3),
-    "one rank fails": Refused(
-        lambda _: list(rows_on_one_rank()), ["expected indices, got batches", "rank 1 of 3"], "InputError", 3
-    ),
-}
-test_every_rank_gets_the_error = refusals(__name__, "ON_RANKS")
 
 
 @pytest.mark.parametrize("name", ["m per class", "triplets", "hierarchical", "shuffles itself"])

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import describe_reshuffle, refuse_other_batches
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import Epochs, together
 
@@ -202,19 +201,6 @@ def loader_of(size: int | None, drop_last: bool = False, own_drop_last: bool = F
     return DataLoader(
         DATA, batch_size=size, drop_last=drop_last, sampler=GlobalBatchSampler(range(9), 3, drop_last=own_drop_last)
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ((4,), r"batch_size of the DataLoader around GlobalBatchSampler: expected 3, .*, got 4"),
-        ((None,), r"expected 3, .*, got None"),
-        ((3, True), r"drop_last of the DataLoader around GlobalBatchSampler"),
-    ],
-)
-def test_a_loader_that_makes_other_batches_is_refused(options: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        refuse_other_batches(loader_of(*options))
 
 
 @pytest.mark.parametrize("loader", [loader_of(3), loader_of(3, True, True), loader_of(3, False, True), [1, 2]])

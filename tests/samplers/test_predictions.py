@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,11 +25,9 @@ from torch.utils.data import (
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.doors import EvaluationBatches, EvaluationSampler, process_groups
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import normal
-from tests.refusals import refusals, rows_of
 
 ROWS = 11
 # what Lightning has to say of orders and of rows that count twice, which is what this file is about
@@ -230,43 +226,6 @@ def test_validation_over_all_rows(pool: RankPool, name: str, strategy: str) -> N
         assert scores == [truth] * 4  # before training, after it, on its own, and in a test
 
 
-WRONG: dict[str, tuple[Callable[[int], Callable[[Tensor, Tensor], Any]], tuple[str, ...]]] = {
-    # what each rank's predict_step returns, words of the message
-    "a number per batch": (lambda r: lambda x, y: x.mean(0, keepdim=True), ("batch 0", "expected 2 rows", "got 1")),
-    "no row": (lambda r: lambda x, y: x.mean(), ("0-dim",)),
-    "nothing on one rank": (lambda r: lambda x, y: None if r else x, ("NoneType",)),
-    "a dict of another kind": (lambda r: lambda x, y: OrderedDict(x=x), ("OrderedDict",)),
-    "text": (lambda r: lambda x, y: {"x": x, "name": "seven"}, ("str",)),
-    "other widths": (lambda r: lambda x, y: x[:, : 2 + r], ("rank 0", "('rows', 2)", "('rows', 3)")),
-    "other names": (lambda r: lambda x, y: {f"x{r}": x}, ("x0", "x1")),
-    "rows or tensors": (
-        lambda r: lambda x, y: {"pair": [x[:, 0]] * len(y)},
-        ("list ['pair']", "as many tensors as rows", "Return a tuple"),
-    ),
-    "rows of two dtypes": (
-        lambda r: lambda x, y: [x[0], *(each.int() for each in x[1:])],
-        ("row 1: expected as row 0: 'torch.float64 with 1", "torch.int32 with"),
-    ),
-    "rows that are text": (lambda r: lambda x, y: {"names": ["one"] * len(y)}, ("list ['names']", "got str")),
-    "a list that is too short": (lambda r: lambda x, y: [x[0, :1]], ("expected 2 rows", "a list with one tensor")),
-    "padded to the batch": (
-        lambda r: lambda x, y: x[:, : 1 + int(y.max()) % 3],
-        ("Pad to one shape", "a list with one tensor for each row"),
-    ),
-}
-
-
-def predict_wrong(name: str) -> Any:
-    trainer = make_trainer("ddp", use_distributed_sampler=True)
-    model = Model(WRONG[name][0](dist.get_rank()))
-    return gather_predictions(trainer, trainer.predict(model, LOADERS["in order"]()))
-
-
-REFUSED = rows_of(predict_wrong, {name: words for name, (_, words) in WRONG.items()})
-_warns = pytest.mark.filterwarnings("ignore:predict returned None")
-test_what_cannot_be_joined_is_the_same_error_everywhere = _warns(refusals(__name__, "REFUSED"))
-
-
 def other_predictions() -> dict[str, str]:
     """What is said of predictions that are not those of the loaders, by what they are."""
     trainer, said = make_trainer("ddp", use_distributed_sampler=True), {}
@@ -304,40 +263,9 @@ def test_predictions_of_something_else_are_refused(pool: RankPool) -> None:
     assert "after trainer.predict" in first["nothing predicted"]
 
 
-def validate_shuffled() -> None:
-    trainer = make_trainer("ddp", use_distributed_sampler=False)
-    trainer.validate(Model(), LOADERS["shuffled"](), verbose=False)
-
-
-def predict_differently(**options: Any) -> None:
-    predict("shuffled", **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"dst": 0}])
-def test_ranks_that_draw_differently(pool: RankPool, options: dict[str, Any]) -> None:
-    assert_errors(
-        pool.errors(3, predict_differently, **options),
-        "rows of loader 0: expected each on one rank, cut from one order",
-        "that came to several ranks, and",
-    )
-    # under our strategy they draw one order
+def test_under_the_strategy_ranks_draw_one_order(pool: RankPool) -> None:
     for found in pool.run(3, predict, "shuffled", strategy="ddp_losses"):
         assert_same(found, ROWS)
-
-
-def keep_on_another() -> None:
-    predict("in order", dst=dist.get_rank() + 1)
-
-
-def test_an_order_that_nobody_knows_and_a_rank_that_is_not_there(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, validate_shuffled), "RandomSampler", "trainer.predict")
-    assert_errors(pool.errors(2, keep_on_another), "a rank from 0 to 1, or None, got 2")
-
-
-def test_where_the_ranks_are_gone_the_error_names_the_writer() -> None:
-    trainer: Any = SimpleNamespace(world_size=2, strategy=object())
-    with pytest.raises(ConfigurationError, match="BasePredictionWriter"):
-        gather_predictions(trainer, [])
 
 
 # Evaluation samplers deal each row once, as many batches to every rank, in the order of one process.

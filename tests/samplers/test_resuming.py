@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
-from tests.refusals import Refused, refusals
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import build, together
 
@@ -108,56 +105,3 @@ def test_rows_that_workers_have_drawn_are_drawn_again(num_workers: int) -> None:
     loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers)
     assert len(loader) == 5
     assert first + [rows.tolist() for (rows,) in loader] == expected[:5]
-
-
-def refused(name: str, form: str, rows: int, options: dict[str, Any], change: State) -> None:
-    """Load the state of a run of 12 rows a batch, 24 rows into epoch 0, with changes, into another sampler."""
-    saved: Any = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), 12, seed=SEED)
-    reader = iter(saved)
-    next(reader), next(reader)
-    state = saved.state_dict() | change
-    source = CASES[name].make() if name in CASES else RandomSampler(range(int(name)))
-    sampler: Any = GlobalBatchSampler(source, rows, **options)
-    if form == "batches":
-        sampler = GlobalBatchSampler.batches(source, rows, **options)
-    sampler.load_state_dict(state)
-    list(sampler)
-
-
-ERRORS: dict[str, tuple[tuple[Any, ...], list[str]]] = {
-    "global batch": (
-        ("random", "indices", 6, {}, {}),
-        ["global batch size: expected 12, as saved, got 18 (3 ranks * local_batch_size 6)", "local_batch_size=4"],
-    ),
-    "another global batch": (("random", "batches", 6, {}, {}), ["expected 12, as saved, got 6"]),
-    "sampler": (("weighted", "batches", 12, {}, {}), ["sampler: expected RandomSampler, as saved, got Weighted"]),
-    "length": (("60", "batches", 12, {}, {}), ["length: expected 52, as saved, got 60", "start a new epoch"]),
-    "seed": (("random", "batches", 12, {"seed": 1}, {}), [f"seed: expected {SEED}, got 1", f"Give it seed={SEED}"]),
-    "drop_last": (
-        ("random", "batches", 12, {"drop_last": True}, {}),
-        ["drop last: expected False, as saved, got True"],
-    ),
-    "order": (("random", "batches", 12, {}, {"digest": "ab" * 16}), ["saved (digest abababab)", "in epoch 0"]),
-    "place": (("random", "batches", 12, {}, {"rows": 30}), ["the end of one of its 5 batches of 52 rows", "row 30"]),
-    "no state": (("random", "batches", 12, {}, {"rows": "many"}), ["the result of its state_dict()", "many"]),
-}
-REFUSED = {
-    name: Refused(lambda _, args=args: refused(*args), texts, "InputError", 3) for name, (args, texts) in ERRORS.items()
-}
-test_another_sampler_is_refused_on_all_ranks = refusals(__name__, "REFUSED")
-
-
-def loaded_by_one() -> None:
-    sampler: Any = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), 12, seed=SEED)
-    if dist.get_rank() == 1:
-        sampler.load_state_dict(sampler.state_dict() | {"rows": 24})
-    list(sampler)
-
-
-def test_ranks_at_different_places_are_told(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, loaded_by_one), "rows trained on", of="RankMismatchError")
-
-
-def test_what_is_no_state_at_all() -> None:
-    with pytest.raises(InputError, match="got list"):
-        GlobalBatchSampler(range(8), 2).load_state_dict([1])  # type: ignore[arg-type]

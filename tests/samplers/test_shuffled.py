@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.counting import CountCollectives
 from tests.doors import LocalBatches, Permutation
 from tests.samplers.test_global_batch import together
@@ -56,31 +53,6 @@ def test_an_epoch_is_kept_in_four_bytes_a_row() -> None:
     assert batches.order.nbytes == 4_000_000
 
 
-def test_another_order_inside_the_epoch_is_refused() -> None:
-    """A release that draws another order would resume elsewhere without a word."""
-    sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
-    batches = iter(sampler)
-    next(batches)
-    state = sampler.state_dict()
-    resumed: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
-    resumed.load_state_dict(state | {"digest": "0" * 16})
-    with pytest.raises(InputError, match=f"got digest {state['digest'][:8]}"):
-        next(iter(resumed))
-
-
-def load_place_in_another_order() -> None:
-    sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
-    sampler.load_state_dict(sampler.state_dict() | {"sampler": "ShuffledOrder", "epoch": 2, "rows": 24})
-
-
-def test_a_place_in_another_kind_of_order_is_refused(pool: RankPool) -> None:
-    assert_errors(
-        pool.errors(2, load_place_in_another_order),
-        "sampler: expected ShuffledOrder, as saved, got Permutation",
-        of="InputError",
-    )
-
-
 def leg(batches: int, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any], int]:
     sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
     if state is not None:
@@ -115,21 +87,3 @@ def test_every_place_is_one_to_go_on_from() -> None:
         sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
         sampler.load_state_dict(sampler.state_dict() | {"rows": 12 * place})
         assert list(sampler) == whole[place:]
-
-
-def other_seed() -> None:
-    list(GlobalBatchSampler.shuffled(53, 12, seed=dist.get_rank()))
-
-
-def test_bad_input(pool: RankPool) -> None:
-    for options in ({"length": 0}, {"global_batch_size": 0}, {"seed": None}, {"seed": -1}):
-        with pytest.raises(ConfigurationError, match=next(iter(options))):
-            GlobalBatchSampler.shuffled(**({"length": 9, "global_batch_size": 3, "seed": 1} | options))  # type: ignore[arg-type]
-    sampler: Any = GlobalBatchSampler.shuffled(9, 3, seed=1)
-    for change, text in [({"length": 8}, "expected 8, as saved, got 9"), ({"sampler": "RandomSampler"}, "Permutation")]:
-        with pytest.raises(InputError, match=text):
-            sampler.load_state_dict(sampler.state_dict() | change)
-    sampler.load_state_dict(sampler.state_dict() | {"rows": 4})
-    with pytest.raises(InputError, match="got row 4"):
-        list(sampler)
-    assert_errors(pool.errors(2, other_seed), "seed")

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Trainer
 import lightning_ddp_losses
 from tests.strategies.jobs import Job, loader
-from tests.strategies.test_bad_input import Spoiled
+from tests.strategies.test_refusals import Spoiled
 
 if __name__ == "__main__":
     folder, bad = sys.argv[1], len(sys.argv) > 2

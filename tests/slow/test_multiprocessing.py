@@ -14,7 +14,7 @@ from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import WholeStateLauncher
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import assert_close, batches
 from tests.processes import run_python
 from tests.strategies.jobs import TASK, fit_alone, loader

@@ -17,7 +17,7 @@ from lightning_ddp_losses import DDPChecks, SyncBatchNorm, audit
 from lightning_ddp_losses.testing import RankPool
 from tests.audit.realistic import contrastive, pictures, sequences, tables, training
 from tests.audit.realistic.base import Realistic
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 
 pytestmark = [
     # what Lightning 2.6 calls in self.all_gather

@@ -21,8 +21,7 @@ from lightning_ddp_losses import (
     ModelParallelLossStrategy,
     SigLipLoss,
 )
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, weights_of
 from tests.oracle import Encoder
 from tests.strategies.jobs import TASK, Job, fit_alone, loader, make_loss
 

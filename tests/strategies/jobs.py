@@ -6,7 +6,6 @@ mean over ranks of the ranks' means is the mean over the batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
-from tests.fits import listed
-from tests.lightning_ranks import QUIET, make_trainer
+from tests.fits import listed, make_trainer, trainer_alone
 from tests.oracle import Encoder, Task, batches, cuts
 
 TASK = Task()
@@ -156,10 +154,3 @@ def assert_as_alone(
         options["even"] = False
     for world_size in worlds:
         assert_all_close(pool.run(world_size, run, make, strategy or {}, **options), expected)
-
-
-def trainer_alone(**options: Any) -> Trainer:
-    with warnings.catch_warnings():
-        # what Lightning tells about GPUs it could have used is not about us
-        warnings.filterwarnings("ignore", message="GPU available but not used")
-        return Trainer(accelerator="cpu", devices=1, **(QUIET | options))

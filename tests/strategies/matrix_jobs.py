@@ -22,10 +22,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss
-from tests.fits import listed, weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import listed, make_trainer, trainer_alone, weights_of
 from tests.oracle import Encoder, batches, cuts
-from tests.strategies.jobs import TASK, make_loss, trainer_alone
+from tests.strategies.jobs import TASK, make_loss
 
 Cell = Mapping[str, str]
 EPOCHS = 3

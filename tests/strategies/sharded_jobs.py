@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.strategies.jobs import Job, loader, make_loss, strategy_of
 
 

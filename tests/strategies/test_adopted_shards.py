@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import process_groups
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, trainer_alone
 from tests.oracle import assert_close
-from tests.strategies.jobs import Job, Saves, fit_alone, loader, make_loss, strategy_of, trainer_alone
+from tests.strategies.jobs import Job, Saves, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.sharded_jobs import Plain, fit_sharded, whole_state
 
 KEY = "_adopted_losses.losses_0.W"

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.testing import RankError, RankPool
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, weights_of
 from tests.oracle import assert_close
 from tests.strategies.fsdp_jobs import Towers, make_job
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss

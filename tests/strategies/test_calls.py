@@ -10,17 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.oracle import assert_close, batches, cuts
-from tests.refusals import Refused, assert_same_error, refusals
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import NeverCalled, TwoLosses
 
@@ -40,54 +37,6 @@ class SkipsALoss(TwoLosses):  # from batch `at` on, the ranks in `ranks` do not 
             if not (skip and self.skipped in (name, "both")):
                 value = value + getattr(self, name)(embeddings, labels)
         return value
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize(("world_size", "ranks"), [(2, (0,)), (2, (1,)), (3, (1,)), (3, (0, 2))])
-def test_a_loss_that_some_ranks_skip(pool: RankPool, world_size: int, ranks: tuple[int, ...], at: int) -> None:
-    errors = pool.errors(world_size, fit, partial(SkipsALoss, at, ranks))
-    assert_same_error(errors, "ArcFaceLoss", "second", *(f"rank {rank}" for rank in ranks))
-    assert "`first`" not in errors[0].message
-
-
-@pytest.mark.parametrize("options", [{"check_calls": False}, {"find_unused_parameters": True}], ids=str)
-def test_a_skipped_loss_is_found_by_its_gradient_too(pool: RankPool, options: dict[str, Any]) -> None:
-    assert_same_error(pool.errors(2, fit, partial(SkipsALoss, 1, (1,)), options), "second", "rank 1")
-
-
-class FailsInBackward(Job):  # the gradient of rank 1's loss cannot be computed on the second batch
-    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
-        value: Tensor = self.loss(embeddings, labels)
-        if index == 1 and self.global_rank == 1:
-            value.register_hook(self.fail)  # type: ignore[no-untyped-call]
-        return value
-
-    @staticmethod
-    def fail(_: Tensor) -> None:
-        raise ArithmeticError("this gradient fails")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_that_fails_inside_backward(pool: RankPool, world_size: int) -> None:
-    errors = pool.errors(world_size, fit, FailsInBackward)
-    assert all("this gradient fails" in error.message for error in errors)
-    assert [error.is_a("DDPLossError") for error in errors] == [rank != 1 for rank in range(world_size)]
-    assert not any(error.timed_out for error in errors)
-
-
-class SkipsAGlobalLoss(SkipsALoss):  # ... whose losses meet in forward and in backward
-    names = ("first", "second", "third")
-
-    def build(self, loss: str) -> None:
-        for index, name in enumerate(self.names):
-            setattr(self, name, GlobalBatchLoss(pml.CircleLoss(m=0.3 + 0.1 * index), mode="rows"))
-
-
-@pytest.mark.parametrize("skipped", ["first", "second", "third", "both"])
-def test_a_global_loss_that_some_ranks_skip(pool: RankPool, skipped: str) -> None:
-    """A rank does not go into a loss's backward exchange before its handshake has met the peers, who wait in a loss's forward."""
-    errors = pool.errors(3, fit, partial(SkipsAGlobalLoss, 1, (1,), skipped))
-    assert_same_error(errors, "rank 1: configuration" if skipped in ("first", "second") else "rank 1: backward")
 
 
 @pytest.mark.filterwarnings("ignore:rows of .* differ between ranks")  # they do: 12 and 6 in an accumulation
@@ -253,16 +202,3 @@ def gathers(riding: bool) -> int:
 
 def test_a_ride_costs_no_collective(pool: RankPool) -> None:
     assert pool.run(2, gathers, True) == pool.run(2, gathers, False)
-
-
-REFUSED: dict[str, Refused] = {
-    "a rank that skips all losses": Refused(
-        lambda _: fit(partial(SkipsALoss, 1, (1,), "both")), ("first", "second", "rank 1"), ranks=3
-    ),
-    "a skipped loss under accumulation": Refused(
-        lambda _: fit(partial(SkipsALoss, 0, (1,)), accumulate_grad_batches=2), ("second", "rank 1")
-    ),
-    "what rides on one rank only is one error": Refused(lambda _: ride_on_first_rank(), ("backward: notes", "payload")),
-    "what a judge raises ends all ranks in backward": Refused(lambda _: ride({}, 3, fail_at=1), "told to", ranks=3),
-}
-test_refused = refusals(__name__, "REFUSED")

@@ -24,7 +24,7 @@ from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallel
 from lightning_ddp_losses.strategies import checkpoint_files, whole_checkpoint
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.doors import WholeFileIO, write_whole
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, loader, make_loss
 from tests.strategies.sharded_jobs import Sharded, fit_sharded

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, Saves, fit, fit_alone, loader, strategy_of
 from tests.strategies.test_hidden import Hidden

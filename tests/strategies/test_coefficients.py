@@ -17,7 +17,6 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import StepCollectives
 from tests.doors import raw_collectives
 from tests.oracle import batches
-from tests.refusals import Refused, assert_same_error, refusals
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, make_loss
 from tests.strategies.sharded_jobs import Sharded
 
@@ -65,13 +64,6 @@ def fit_wrong(kind: str, **options: Any) -> None:
         fit(of_kind(kind), callbacks=[steps], **options)
     except Exception as error:
         raise type(error)(f"{error}\nafter {steps.steps} steps") from error
-
-
-@pytest.mark.parametrize("kind", ["SupConLoss", "rows", "ArcFaceLoss", "divided", "metric"])
-def test_the_step_with_another_coefficient_is_not_taken(pool: RankPool, kind: str) -> None:
-    for world_size in (2, 3):
-        errors = pool.errors(world_size, fit_wrong, kind)
-        assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
 
 
 class Alike(Weighs):  # the same number on all ranks; another value that is never back-propagated stays alive
@@ -165,12 +157,6 @@ class BroadcastsAfter(Callback):  # broadcasts the shards, as something that tak
             first_class.copy_(received)
 
 
-@pytest.mark.parametrize("index", [LAST - 1, LAST])
-def test_shards_that_are_broadcast_after_a_last_call(pool: RankPool, index: int) -> None:
-    errors = pool.errors(2, fit, Sharded, callbacks=[BroadcastsAfter(index)])
-    assert_same_error(errors, "ClassShardedLoss(ArcFaceLoss): weight", "Something broadcast the shards")
-
-
 def test_healthy_shards_end_in_silence(pool: RankPool) -> None:
     pool.run(2, fit, Sharded, callbacks=[BroadcastsAfter(LAST + 1)])
 
@@ -196,24 +182,3 @@ def late_value_of_an_earlier_loss() -> None:
 
 def test_what_came_before_the_fit_is_left_alone(pool: RankPool) -> None:
     pool.run(2, late_value_of_an_earlier_loss)
-
-
-REFUSED: dict[str, Refused] = {
-    # No call follows that could compare it.
-    "the last batch of a fit counts too": Refused(
-        lambda _: fit_wrong("SupConLoss", limit_train_batches=WRONG_AT + 1), ("coefficient", f"after {WRONG_AT} steps")
-    ),
-    "a value that is never back propagated hides nothing": Refused(
-        lambda _: fit(KeptOnRankOne), ("coefficient", "rank 0: 0.5", "rank 1: 3.0")
-    ),
-    "shards of one part end the fit of all": Refused(
-        lambda _: fit(ShardedInParts, callbacks=[BroadcastsAfter(LAST, [0, 1])]),
-        "Something broadcast the shards",
-        ranks=4,
-        same=False,
-    ),
-    "the last coefficient is compared": Refused(
-        lambda _: fit(WeighsTheLast, {"check_calls": False}), ("coefficient", "rank 0: 0.5", "rank 1: 3.0")
-    ),
-}
-test_refused = refusals(__name__, "REFUSED")

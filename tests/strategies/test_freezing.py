@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
@@ -17,9 +16,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
-from tests.oracle import batches
-from tests.refusals import assert_same_error
-from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
+from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone
 
 
 class Finetuning(BaseFinetuning):  # the first layer trains from epoch 1 on; the last one no more from epoch 2 on
@@ -57,28 +54,6 @@ def test_stages_of_finetuning_are_one_process(
         assert_all_close(pool.run(world_size, fit, TrainableJob, strategy, **options), expected)
 
 
-class FrozenByRank(Job):  # from batch 2 on one rank trains less; buffers, which DDP broadcasts in forward
-    def __init__(self, trains: int, parts: slice) -> None:
-        super().__init__()
-        self.trains, self.parts = trains, parts
-        self.register_buffer("steps_seen", torch.zeros(()))
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        for part in list(self.encoder)[self.parts]:
-            part.requires_grad_(index < 2 or self.global_rank == self.trains)
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        self.steps_seen += 1
-        return super().objective(features, labels, index)
-
-
-@pytest.mark.parametrize("parts", [slice(0, 1), slice(None)], ids=["layer", "encoder"])
-@pytest.mark.parametrize("trains", [0, 1])
-def test_ranks_that_freeze_something_else_get_the_same_error(pool: RankPool, trains: int, parts: slice) -> None:
-    errors = pool.errors(2, fit, partial(FrozenByRank, trains, parts))
-    assert_same_error(errors, "frozen since the model was wrapped", "encoder.0.weight")
-
-
 class FrozenInside(Job):  # one rank, or both, freeze a layer inside the step at one batch
     def __init__(self, ranks: tuple[int, ...], at: int) -> None:
         super().__init__()
@@ -87,14 +62,6 @@ class FrozenInside(Job):  # one rank, or both, freeze a layer inside the step at
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         self.encoder[0].requires_grad_(index != self.at or self.global_rank not in self.ranks)
         return super().objective(features, labels, index)
-
-
-# in the last step, of which torch says nothing, the gradients would stay those of one rank
-@pytest.mark.parametrize("at", [1, len(batches(TASK)) - 1], ids=["second", "last"])
-@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)], ids=str)
-def test_freezing_inside_the_step_is_the_same_error(pool: RankPool, ranks: tuple[int, ...], at: int) -> None:
-    errors = pool.errors(2, fit, partial(FrozenInside, ranks, at))
-    assert_same_error(errors, "encoder.0.weight", "inside training_step", "on_train_batch_start")
 
 
 def test_freezing_inside_the_step_is_exact_where_unused_parameters_are_searched(pool: RankPool) -> None:
@@ -129,8 +96,3 @@ def test_the_first_wrap_goes_when_the_model_is_wrapped_again(pool: RankPool, che
     for lives in pool.run(2, lives_of_the_first_wrap, checks):
         assert lives == [True] * 2 + [False] * (len(lives) - 2)
         assert not lives[-1]
-
-
-def test_a_hook_that_keeps_something_of_each_bucket_is_an_error(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, FrozenLayer, {"ddp_comm_state": {"of": "buckets"}})
-    assert_same_error(errors, "encoder.0.weight", "ddp_comm_state")

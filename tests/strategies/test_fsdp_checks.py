@@ -17,8 +17,7 @@ from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrat
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.doors import local_part
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, weights_of
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 from tests.strategies.fsdp_jobs import KINDS, Towers, fit_kind_alone, fit_sharded_model, make_job

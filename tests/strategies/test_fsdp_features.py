@@ -6,7 +6,6 @@ import contextlib
 import importlib
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,15 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.doors import torch_compat
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, weights_of
 from tests.oracle import Task, assert_close, batches
-from tests.refusals import assert_same_error
 from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model, make_job, shard, step_alone
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
 
@@ -271,11 +267,6 @@ def test_it_trains_in_float64(pool: RankPool, strategy: str | None) -> None:
         assert_close(state, expected, rtol=1e-8)
 
 
-def test_other_precisions_stay_lightnings_to_refuse(pool: RankPool) -> None:
-    errors = pool.errors(2, fit_sharded_model, "arcface", precision="transformer-engine")
-    assert all("precision" in error.message for error in errors)
-
-
 def test_a_halved_encoder_leaves_the_loss_in_full_precision(pool: RankPool) -> None:
     for state in pool.run(2, fit_sharded_model, "arcface", precision="bf16-true", prepare=in_float32):
         assert state["encoder.0.weight"].dtype == torch.bfloat16
@@ -288,42 +279,6 @@ def a_tied_layer(module: Towers) -> None:
     layer = nn.Linear(module.loss.W.shape[1], module.loss.W.shape[0], bias=False).double()
     module.encoder.append(layer)
     module.loss.W = layer.weight
-
-
-def nothing(module: Towers) -> None:
-    """Shards nothing."""
-
-
-def the_loss_too(module: Towers) -> None:
-    shard(module, module.encoder)
-    fully_shard(module.loss, mesh=module.device_mesh["data_parallel"])
-
-
-def a_tied_weight(module: Towers) -> None:
-    a_tied_layer(module)
-    shard(module, module.encoder)
-
-
-def another_mesh(module: Towers) -> None:
-    """Each rank has the whole for itself."""
-    fully_shard(module.encoder, mesh=module.device_mesh["tensor_parallel"])
-
-
-def a_fused_group(module: Towers) -> None:
-    """One call steps the encoder's parts and the loss."""
-    shard(module, module.encoder)
-    module.configure_optimizers = lambda: torch.optim.SGD(  # type: ignore[method-assign]
-        module.parameters(), lr=0.1, foreach=True
-    )
-
-
-REFUSED: list[tuple[Callable[[Towers], None], list[str]]] = [
-    (nothing, ["got no parameter that fully_shard has divided"]),
-    (the_loss_too, ["GlobalBatchLoss `loss`", "got W inside one of them"]),
-    (a_tied_weight, ["parameters loss.W", "shared with a module that fully_shard has divided"]),
-    (a_fused_group, ["foreach or fused", "got bias, loss.W among such"]),
-    (another_mesh, ["encoder.0.weight (S(0) over 1 ranks)", "over all 2 ranks"]),
-]
 
 
 def fit_as_on_a_gpu(optimizer: str) -> dict[str, Tensor]:
@@ -369,22 +324,6 @@ def test_an_optimizer_that_is_not_torchs(pool: RankPool) -> None:
         assert_close(state, fit_kind_alone("arcface"))
 
 
-def configure(how: Callable[[Towers], None], module: Towers) -> None:
-    module.configure_model = partial(how, module)  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(("how", "parts"), REFUSED, ids=[how.__name__ for how, _ in REFUSED])
-def test_what_cannot_be_trained_is_an_error_on_every_rank(
-    pool: RankPool, how: Callable[[Towers], None], parts: list[str]
-) -> None:
-    assert_same_error(pool.errors(2, fit_sharded_model, "arcface", prepare=partial(configure, how)), *parts)
-
-
-def test_tensor_parallelism_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="tensor_parallel_size: expected 1"):
-        ModelParallelLossStrategy(tensor_parallel_size=2)
-
-
 def compiled(module: Towers) -> None:
     module.encoder.compile(backend="aot_eager")
 
@@ -407,28 +346,3 @@ def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) ->
 
 def test_an_older_torch(pool: RankPool) -> None:
     assert_all_close(pool.run(2, fit_under_an_older_torch), fit_kind_alone("three", "adamw"), rtol=1e-8)
-
-
-def made_late(module: Towers) -> None:
-    """`configure_model` makes the loss too."""
-    own, loss, module.loss = module.configure_model, module.loss, None
-
-    def configure_model() -> None:
-        own()
-        module.loss = loss
-        module.loss.W = nn.Parameter(loss.W.detach().clone())
-
-    module.configure_model = configure_model  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("prepare", "words"),
-    [
-        (a_tied_layer, ["parameters loss.W", "shared with a module that fully_shard has divided"]),
-        (made_late, ["parameters of GlobalBatchLoss `loss`", "made inside it", "Make the loss in __init__"]),
-    ],
-)
-def test_an_older_torch_refuses_what_it_cannot_see(
-    pool: RankPool, prepare: Callable[[Towers], None], words: list[str]
-) -> None:
-    assert_same_error(pool.errors(2, fit_under_an_older_torch, prepare), *words)

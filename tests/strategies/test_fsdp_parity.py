@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, weights_of
 from tests.oracle import assert_close, batches
 from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model, make_job
 from tests.strategies.jobs import OPTIMIZERS, TASK, fit_alone, loader, make_loss

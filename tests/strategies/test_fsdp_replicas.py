@@ -15,10 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
-from tests.doors import local_part
 from tests.oracle import assert_close
-from tests.refusals import assert_same_error
 from tests.slow_parameters import slow_parameters
 from tests.strategies.fsdp_jobs import Towers, fit_kind_alone, fit_sharded_model
 from tests.strategies.test_fsdp_checkpoints import train
@@ -68,43 +65,6 @@ def test_checkpoints_go_on_without_replicas(pool: RankPool, tmp_path: Path, as_f
     assert_close(joined(again, "divided"), expected, rtol=1e-8)
 
 
-def drifting(module: Towers, rank: int = 3) -> None:
-    on_a_plane(module)
-
-    def drift(*_: Any) -> None:
-        if dist.get_rank() == rank:
-            local_part(dict(module.encoder.named_parameters())["0.weight"].detach()).add_(1e-6)
-
-    module.on_train_batch_end = drift  # type: ignore[method-assign]
-
-
-def test_a_replica_that_drifts_is_named(pool: RankPool) -> None:
-    words = [
-        "parameter `encoder.0.weight` (rank 3)",
-        "rank 3: holds the same part as rank 1",
-        "rank 0: holds the same part as rank 2",
-    ]
-    options = {"prepare": drifting, "callbacks": [DDPChecks()], "max_epochs": 2}
-    assert_same_error(pool.errors(W, fit_sharded_model, "arcface", **options), *words)
-
-
-def on_two_planes(module: Towers) -> None:
-    """Layers with replicas on other ranks each."""
-
-    def configure_model() -> None:
-        ranks = torch.arange(W).reshape(2, 2)
-        for layer, mesh in zip((module.encoder[0], module.encoder[2]), (ranks, ranks.t().contiguous()), strict=True):
-            names = ("replicate", "shard")
-            fully_shard(layer, mesh=torch.distributed.DeviceMesh("cpu", mesh, mesh_dim_names=names))
-
-    module.configure_model = configure_model  # type: ignore[method-assign]
-
-
-def test_replicas_on_several_meshes_are_refused(pool: RankPool) -> None:
-    errors = pool.errors(W, fit_sharded_model, "arcface", prepare=on_two_planes)
-    assert_same_error(errors, "encoder.2.weight", "one mesh")
-
-
 # A model that `fully_shard` reduces by a sum or by a user's factor trains as one process does, beside exact losses of
 # all kinds.
 
@@ -152,17 +112,3 @@ def test_a_fit_equals_one_process(
     if kind == "divided":
         whole["loss.W"] = torch.cat([state["loss.W"] for state in states], 1)
     assert_close(whole, fit_kind_alone(kind, **{k: v for k, v in options.items() if k != "strategy"}), rtol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"forced": False}, ["set_gradient_divide_factor(7) of `encoder", "set_force_sum_reduction_for_comms(True)"]),
-        ({"everywhere": False}, ["one divisor for all parameters", "`encoder.0` by 7", "`encoder.2` by 2"]),
-    ],
-    ids=["gloo multiplies nothing", "not every module"],
-)
-def test_errors_on_every_rank(pool: RankPool, options: dict[str, bool], words: list[str]) -> None:
-    prepare = partial(set_factor, factor=7.0, **options)
-    errors = pool.errors(2, fit_sharded_model, "arcface", prepare=prepare)
-    assert_errors(errors, *words, of="ConfigurationError")

@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ddp_losses import ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss, microbatched
+from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, SigLipLoss, microbatched
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_all_close, assert_errors
+from tests.answers import assert_all_close
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, make_loss
-from tests.strategies.sharded_jobs import Sharded
 
 
 class Both(Job):  # a loss over samples and one over pairs, plain; two embeddings of one batch
@@ -79,22 +77,6 @@ def test_uneven_ranks_equal_one_process(
         assert_close(state, expected)
 
 
-class Wrapper(Job):
-    def build(self, loss: str) -> None:
-        self.loss = DistributedLossWrapper(pml.SupConLoss())
-
-
-class Memory(Job):
-    def build(self, loss: str) -> None:
-        memory = pml.CrossBatchMemory(pml.SupConLoss(), embedding_size=4)
-        self.loss = pml.MultipleLosses([pml.SupConLoss(), memory])
-
-
-@pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Memory, "CrossBatchMemory")])
-def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], words: str) -> None:
-    assert_errors(pool.errors(2, fit, job, {"global_batch": "auto"}), words, of="ConfigurationError")
-
-
 class Views(Job):  # two views of each row, no labels
     def build(self, loss: str) -> None:
         self.loss = pml.SelfSupervisedLoss(pml.NTXentLoss(0.5))
@@ -128,15 +110,8 @@ class TwoHeads(Job):  # two losses of one kind, made in another order on rank 1
         return sum(values, torch.zeros(()))
 
 
-class TwoHeadsSwapped(TwoHeads):  # rank 1 calls them in another order too
-    swapped = True
-
-
 def test_the_strategy_tells_losses_of_one_kind_by_their_paths(pool: RankPool) -> None:
     pool.run(2, fit, TwoHeads, {})
-    errors = pool.errors(2, fit, TwoHeadsSwapped, {})
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert "  rank 0: which=near\n  rank 1: which=far\n" in errors[0].message
 
 
 # Two towers and encoders in pieces under the strategy, on uneven ranks, against one process with the textbook
@@ -192,7 +167,3 @@ def test_two_towers_on_uneven_ranks_equal_one_process(
     expected = fit_alone(lambda: Towers(kind), **options)
     for world_size in (2, 3):
         assert_all_close(pool.run(world_size, fit, partial(make, kind), even=False, **options), expected)
-
-
-def test_divided_classes_need_the_strategy(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, fit, Sharded, {"losses": []}), "losses=[]", of=ConfigurationError.__name__)

@@ -25,12 +25,11 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy, samplers
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
 from tests.doors import draw_of, lightning_compat
-from tests.lightning_ranks import make_trainer, said_on_rank_zero
+from tests.fits import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.refusals import refusals, rows_of
 from tests.samplers.test_global_batch import together
@@ -231,13 +230,6 @@ def test_the_recipe_of_the_documentation(pool: RankPool, tmp_path: Path) -> None
     batches = [*together([[seen] for seen in first])[0], *second[0]]
     assert [len(batch) for batch in batches] == [256] * 4 + [1200 - 4 * 256]
     assert sorted(chain(*batches)) == list(range(1200))
-
-
-def test_options_that_exclude_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="which is plain ddp"):
-        DDPLossStrategy(losses=[], use_global_sampler=True)
-    with pytest.raises(ConfigurationError, match="expected one of True, False, got 'yes'"):
-        DDPLossStrategy(use_global_sampler="yes")  # type: ignore[arg-type]
 
 
 class Counted(DataLoader[Any]):  # a loader of the user's class

@@ -15,10 +15,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import assert_close
-from tests.refusals import assert_same_error
-from tests.strategies.jobs import OPTIMIZERS, TASK, Job, assert_as_alone, fit, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.jobs import Job, assert_as_alone, fit_alone, loader, make_loss, strategy_of
 
 
 class Holder:  # a plain object of the user's
@@ -86,24 +85,11 @@ class Keys(Callback):  # the state's keys in the middle of fit
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_hidden_loss_is_told_with_its_path_and_the_fix(pool: RankPool, place: str) -> None:
-    errors = pool.errors(2, fit_hidden, partial(Hidden, place), {}, place)
-    assert_same_error(errors, "ArcFaceLoss", PLACES[place][0], "adopt=True")
-    assert errors[0].type == "HiddenLossError"
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_a_hidden_loss_can_be_adopted(pool: RankPool, place: str) -> None:
     expected = fit_alone(Job)
     for state, weight, keys in pool.run(2, fit_hidden, partial(Hidden, place), {"adopt": True}, place):
         assert_close(state | {"loss.W": weight}, expected)  # gone from the module again, and trained
         assert sum(key.startswith("_adopted_losses.") for key in keys) == 1
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_hidden_loss_that_no_optimizer_holds_is_told_when_it_runs(pool: RankPool, place: str) -> None:
-    errors = pool.errors(2, fit_hidden, partial(Hidden, place, optimise=False), {}, place)
-    assert_same_error(errors, "ArcFaceLoss", PLACES[place][0])
 
 
 def fit_two_modules(folder: str) -> list[str]:
@@ -121,21 +107,6 @@ def fit_two_modules(folder: str) -> list[str]:
 def test_an_adopted_loss_is_not_in_a_checkpoint_of_the_next_module(pool: RankPool, tmp_path: Path) -> None:
     for keys in pool.run(2, fit_two_modules, str(tmp_path)):
         assert keys == sorted(Job().state_dict())
-
-
-class HiddenOnOneRank(Job):
-    def build(self, loss: str) -> None:
-        super().build(loss)
-        if dist.get_rank() == 1:
-            self.more = [make_loss(seed=3)]
-
-    def optimised(self) -> list[nn.Parameter]:
-        return [*self.parameters(), *(p for loss in getattr(self, "more", []) for p in loss.parameters())]
-
-
-@pytest.mark.parametrize("adopt", [True, False])
-def test_a_loss_hidden_on_one_rank_is_an_error_on_all(pool: RankPool, adopt: bool) -> None:
-    assert_same_error(pool.errors(2, fit, HiddenOnOneRank, {"adopt": adopt}), "more[0]", "rank 1")
 
 
 class KeepsCopies(Job):
@@ -159,30 +130,3 @@ class KeepsCopies(Job):
 @pytest.mark.parametrize("adopt", [True, False])
 def test_copies_that_nobody_optimises_are_left_alone(pool: RankPool, adopt: bool) -> None:
     assert_as_alone(pool, KeepsCopies, {"adopt": adopt}, alone=Job)
-
-
-class HiddenLayer(Job):  # what hides is no loss by type, but an optimizer trains it
-    def build(self, loss: str) -> None:
-        super().build(loss)
-        torch.manual_seed(5)
-        self.tools = [nn.Linear(TASK.dim, TASK.dim).double()]
-
-    def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.tools[0](embeddings), labels)
-
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["sgd"]([*self.parameters(), *self.tools[0].parameters()])
-
-
-def test_anything_hidden_that_an_optimizer_trains_is_told(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, fit, HiddenLayer), "tools[0]", "Linear")
-
-
-class LooseParameter(Job):  # an optimizer holds a bare tensor that belongs to no module
-    def configure_optimizers(self) -> Any:
-        return OPTIMIZERS["sgd"]([*self.parameters(), torch.zeros(3, requires_grad=True)])
-
-
-@pytest.mark.parametrize("adopt", [True, False])
-def test_a_parameter_of_no_module_cannot_be_adopted(pool: RankPool, adopt: bool) -> None:
-    assert_same_error(pool.errors(2, fit, LooseParameter, {"adopt": adopt}))

@@ -32,8 +32,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import without_rows
-from tests.fits import listed
-from tests.lightning_ranks import make_trainer
+from tests.fits import listed, make_trainer
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 from tests.strategies.test_uneven_ends import (

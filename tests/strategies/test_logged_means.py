@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import Trained, listed
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import Strategy, strategy_of, trainer_alone
+from tests.fits import Trained, listed, make_trainer, trainer_alone
+from tests.strategies.jobs import Strategy, strategy_of
 
 STAGES = ("train", "val")
 # rows of each rank in each global batch: 13 of an epoch on two ranks, 29 on three

@@ -18,8 +18,7 @@ from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLos
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.doors import torch_compat
-from tests.fits import Trained
-from tests.lightning_ranks import make_trainer
+from tests.fits import Trained, make_trainer
 
 SAVE_ADVICE = "Call `trainer.save_checkpoint` on every rank; Lightning writes on rank 0."
 LOG_ADVICE = "Call `self.log(..., sync_dist=True)` on every rank."

@@ -18,11 +18,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import StepCollectives
 from tests.doors import Advice, remember_global_value
-from tests.lightning_ranks import QUIET, make_trainer, said_on_rank_zero
+from tests.fits import QUIET, make_trainer, said_on_rank_zero
 from tests.processes import ROOT, run_python
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
@@ -54,7 +53,7 @@ def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
         run=False,
         save_config_callback=None,
         args={"trainer": trainer | QUIET},
-        trainer_defaults={"plugins": [{"class_path": "tests.lightning_ranks.RankEnvironment"}]},
+        trainer_defaults={"plugins": [{"class_path": "lightning_ddp_losses.testing.RankEnvironment"}]},
         seed_everything_default=False,
     )
     assert isinstance(cli.trainer.strategy, DDPLossStrategy)
@@ -139,25 +138,6 @@ def test_no_losses_is_plain_ddp_bit_for_bit(pool: RankPool, world_size: int, acc
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-UNKNOWN = r"DDPLossStrategy: options: expected its own[\s\S]*"
-REFUSED: list[tuple[str, Any, str]] = [
-    *(("losses", value, "expected") for value in (3, [1], None)),
-    *(("loss_reduce_dtype", value, "expected") for value in ("float17", torch.int8)),
-    ("adopted", [0], UNKNOWN + r"Did you mean adopt\?"),
-    ("loss", [0], UNKNOWN + r"Did you mean losses\?"),
-    ("find_unused_parameter", [0], UNKNOWN + r"Did you mean find_unused_parameters\?"),
-    ("process_group_backends", [0], UNKNOWN + r"Did you mean process_group_backend\?"),
-    ("xyz", [0], UNKNOWN + "got xyz"),
-    ("device_ids", [0], UNKNOWN + "got device_ids"),
-]
-
-
-@pytest.mark.parametrize(("option", "value", "words"), REFUSED, ids=str)
-def test_options_that_cannot_work_are_refused_at_once(option: str, value: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        DDPLossStrategy(**{option: value})
-
-
 class Own(DDPLossStrategy):  # a user's subclass with an option of its own
     def __init__(self, *, patience: int = 1, **options: Any) -> None:
         super().__init__(**options)
@@ -165,8 +145,6 @@ class Own(DDPLossStrategy):  # a user's subclass with an option of its own
 
 def test_options_of_a_subclass_and_of_what_it_is_derived_from_are_known() -> None:
     Own(patience=2, adopt=True, process_group_backend="gloo", static_graph=True)
-    with pytest.raises(ConfigurationError, match=r"Did you mean patience\?"):
-        Own(patienc=2)
 
 
 class Weightless(Job):
@@ -227,26 +205,6 @@ def test_a_misspelt_name_is_answered_with_the_nearest(name: str, meant: str) -> 
     with pytest.raises(ValueError, match="invalid strategy name") as caught:
         Trainer(strategy="zzz", accelerator="cpu", devices=1)
     assert "Did you mean" not in str(caught.value)
-
-
-class TwoParts(Job):  # optimizers take turns in manual optimisation, and each step leaves out a layer
-    by_hand = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = torch.nn.ModuleList([torch.nn.Linear(TASK.dim, 1).double() for _ in range(2)])
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.heads[index % 2](self.encoder(batch[0])).mean())
-        optimizer.step()
-
-
-def test_advice_about_unused_parameters_names_this_strategy(pool: RankPool) -> None:
-    for error in pool.errors(2, fit, TwoParts):
-        assert "strategy='ddp_losses_find_unused_parameters_true'" in error.message
-        assert "strategy=DDPLossStrategy(find_unused_parameters=True)" in error.message
-        assert "'ddp_find" not in error.message
 
 
 # What is called waste: reducing a value that is global already, and nothing else.

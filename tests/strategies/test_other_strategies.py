@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from pytorch_metric_learning.losses import ArcFaceLoss, SupConLoss
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
-from lightning_ddp_losses.testing import RankPool
+from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
 from tests.answers import assert_all_close
-from tests.lightning_ranks import RankEnvironment
-from tests.refusals import assert_same_error
-from tests.strategies.jobs import Job, fit
 
 ROWS = (7, 4, 0)
-
-
-class Sharded(Job):
-    def configure_model(self) -> None:
-        if dist.is_initialized():
-            fully_shard(self.encoder, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def test_sharded_parameters_are_refused_by_name(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, Sharded)
-    assert_same_error(errors, "encoder", "DTensor", "fully_shard", "microbatched", "fsdp2_ddp_losses")
-
-
-@pytest.mark.parametrize("name", ["fsdp2_ddp_losses", "ddp_losses_spawn_find_unused_parameters_true"])
-def test_fabric_is_told_what_to_do(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"GlobalBatchLoss.*fabric\.setup_module") as error:
-        Fabric(strategy=name, accelerator="cpu", devices=2)
-    assert repr(name) in str(error.value)
 
 
 def train_with_fabric(strategy: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import batches
 from tests.slow.test_matrix import PLAIN
 from tests.strategies.jobs import TASK

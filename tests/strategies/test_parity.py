@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.oracle import CLASS_LOSSES, Encoder, assert_close, batches, cuts, differences, train
-from tests.strategies.jobs import OPTIMIZERS, TASK, Job, fit, make_loss
+from tests.strategies.jobs import OPTIMIZERS, TASK, Job, assert_as_alone, fit, make_loss
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # optimizer, trainer options, what the oracle does for them
@@ -72,3 +73,16 @@ def test_gradients_travel_in_the_dtype_asked_for(pool: RankPool, reduce_dtype: A
     assert off["loss.W"] < (1e-9 if wide else 1e-1)
     assert wide or off["loss.W"] > 1e-9, "the option did nothing"
     assert_close(states[1], states[0], rtol=0)
+
+
+class ValuesDiffer(Job):  # every rank has its own initial values: rank 0's are everybody's after the first broadcast
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        if dist.is_initialized() and dist.get_rank():
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.add_(dist.get_rank())
+
+
+def test_initial_values_come_from_rank_0(pool: RankPool) -> None:
+    assert_as_alone(pool, ValuesDiffer, worlds=(3,), alone=Job)

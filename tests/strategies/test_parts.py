@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
 from tests.doors import handshake, process_groups
 from tests.strategies.jobs import Job, fit, make_loss
 
@@ -58,24 +57,6 @@ class DisagreesInAPart(InParts):  # ranks 0 and 1 hand their loss rows of other 
     def loss_of(self, embeddings: Tensor, labels: Tensor, index: int) -> Tensor:
         is_odd = index == 2 and self.global_rank < 2
         return self.loss(embeddings[:, : 3 - self.global_rank] if is_odd else embeddings, labels)
-
-
-@pytest.mark.parametrize("loss", ["pairs", "classes"])
-def test_a_rank_that_fails_ends_all_at_once_with_its_reason(pool: RankPool, loss: str) -> None:
-    errors = pool.errors(4, fit, partial(InParts, loss))
-    assert errors[1].type == "ValueError"
-    assert_errors(errors, "no such sample", of="Exception")
-
-
-@pytest.mark.parametrize("place", ["before", "between", "after"])
-def test_a_first_step_that_fails_beside_a_loss_over_all_ends_all(pool: RankPool, place: str) -> None:
-    assert_errors(pool.errors(3, fit, partial(BesideTheWorld, place)), "no such sample", of="Exception")
-
-
-def test_a_part_that_disagrees_ends_the_rest_too(pool: RankPool) -> None:
-    assert_errors(
-        pool.errors(4, fit, partial(DisagreesInAPart, "pairs")), "('rows', 3)", "('rows', 2)", of="RankMismatchError"
-    )
 
 
 def fail_then_meet_what_is_left(make: type[Job], loss: str) -> list[str]:

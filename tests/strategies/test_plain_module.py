@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, trainer_alone
 from tests.oracle import batches
 from tests.slow_parameters import slow_parameters
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of, trainer_alone
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses
 
 
@@ -120,7 +120,7 @@ def without_root(look: dict[str, Any]) -> dict[str, Any]:
 
 
 def fail_and_look() -> tuple[dict[str, Any], dict[str, Any]]:
-    from tests.strategies.test_bad_input import Spoiled
+    from tests.strategies.test_refusals import Spoiled
 
     module = Spoiled("NaN", (1,), 1)
     before = portrait(module)

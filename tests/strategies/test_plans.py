@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses.strategies import loss_reducer
+from lightning_ddp_losses.strategies import loss_parallelism, loss_reducer
 from tests.doors import FoundLoss, Gradients, LossForwardPatch, ReducedParameters, autograd_graph
 
 ROWS, LABELS = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
@@ -140,3 +141,16 @@ def test_a_gradient_has_changed_when_it_was_replaced_or_written_to() -> None:
     names = {p.name for p, has_changed in zip(plan.reduced, changed, strict=True) if has_changed}
     assert names == {"written", "replaced", "gone", "made"}
     assert [p.name for p, flag in zip(plan.reduced, after.flags, strict=True) if not flag] == ["gone", "none"]
+
+
+def test_builds_and_other_libraries_are_a_note() -> None:
+    notes = [{"python": "3.12.1", "torch": "2.13.0+cpu"}] * 9 + [{"python": "3.12.1", "torch": "2.13.0+cu130"}]
+    words = r"torch: 2.13.0\+cpu on rank 0, .* 7 and 1 more, 2.13.0\+cu130 on rank 9\.$"
+    with pytest.warns(UserWarning, match=words) as said:
+        loss_parallelism.note_differences([json.dumps(note).encode() for note in notes])
+    assert "python" not in str(said[0].message)
+    loss_parallelism.note_differences([loss_parallelism.pack_notes()] * 3)
+
+
+def test_the_facts_of_a_set_up_fit_into_a_handshake() -> None:
+    assert len(loss_parallelism.pack_notes()) < 400

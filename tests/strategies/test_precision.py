@@ -22,8 +22,7 @@ from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import ProductForm, choose_form, towers
-from tests.fits import Trained, listed
-from tests.lightning_ranks import make_trainer
+from tests.fits import Trained, listed, make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
 

@@ -20,7 +20,7 @@ from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchL
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import RANDOM_STATES, derived_seed, read_random_states, seed_generators_
-from tests.lightning_ranks import make_trainer, said_on_rank_zero
+from tests.fits import make_trainer, said_on_rank_zero
 from tests.strategies.test_resuming import AFTER, BATCHES, ROWS, SEED, G, Kill, Killed, Line, X, rows, train
 
 CPU = torch.device("cpu")

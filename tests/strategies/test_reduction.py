@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import Task, assert_close, differences
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, loader
 from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot, CompiledInPlace, OrderByRank, Unreduced

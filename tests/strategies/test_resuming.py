@@ -19,7 +19,7 @@ from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer
 from tests.oracle import assert_close
 from tests.samplers.cases import seed_all
 from tests.samplers.test_global_batch import together

@@ -22,11 +22,10 @@ from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import Shards, process_groups, tag_shard
-from tests.fits import weights_of
-from tests.lightning_ranks import make_trainer
+from tests.fits import make_trainer, trainer_alone, weights_of
 from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
-from tests.refusals import Refused, assert_same_error, refusals
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
+from tests.refusals import assert_same_error
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 
 pytestmark = pytest.mark.filterwarnings(
@@ -279,11 +278,6 @@ def test_an_average_in_a_sharded_checkpoint_is_refused(pool: RankPool, tmp_path:
     assert_same_error(errors, "sharded_checkpoints", "a callback put in the place of loss.W")
 
 
-class Adafactor(Sharded):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters())
-
-
 class Apart(Sharded):  # the sharded weight has an optimizer of its own kind
     by_hand = True
 
@@ -298,8 +292,12 @@ class Apart(Sharded):  # the sharded weight has an optimizer of its own kind
         return [torch.optim.Adafactor(rest), torch.optim.Adam(self.loss.parameters())]
 
 
-def test_an_optimizer_of_whole_weights_is_refused(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, fit_sharded, make=Adafactor), "optimizer of loss.W", "Adafactor")
+class Adafactor(Sharded):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
+def test_an_optimizer_of_whole_weights_may_have_the_rest(pool: RankPool) -> None:
     pool.run(2, fit_sharded, make=Apart)
     pool.run(1, fit_sharded, make=Adafactor)
 
@@ -360,18 +358,3 @@ def launches_of_many() -> int:
 
 def test_many_parameters_take_few_launches(pool: RankPool) -> None:
     assert max(pool.run(2, launches_of_many)) < 30
-
-
-REFUSED: dict[str, Refused] = {
-    "a users own clipping is refused": Refused(
-        lambda _: fit_sharded(make=Clips), ("gradient_clip_val", "loss.W"), kind="ConfigurationError", same=False
-    ),
-    # Five classes on two ranks differ in shape, and DDP itself refuses them; six would be broadcast without a word.
-    "plain ddp is found out": Refused(
-        lambda _: fit(OtherClasses, "ddp"), "ddp_losses", kind="RankMismatchError", same=False
-    ),
-    "ranges that overlap are an error on every rank": Refused(
-        lambda _: fit(OverlappingShard), ("classes of `rows`", "rank 1: 0 to 2 of 4")
-    ),
-}
-test_refused = refusals(__name__, "REFUSED")

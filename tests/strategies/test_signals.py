@@ -19,9 +19,8 @@ from torch.nn.functional import dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.testing import RankPool
-from tests.fits import weights_of
-from tests.lightning_ranks import QUIET, RankEnvironment, make_trainer
+from lightning_ddp_losses.testing import RankEnvironment, RankPool
+from tests.fits import QUIET, make_trainer, weights_of
 from tests.oracle import assert_close, batches
 from tests.strategies.jobs import TASK, Job, loader
 from tests.strategies.sharded_jobs import Sharded, whole_state

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import MeanSquare
-from tests.lightning_ranks import make_trainer
-from tests.refusals import assert_same_error
+from tests.fits import MeanSquare, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 
@@ -76,21 +74,6 @@ def run(stage: str, *kinds: type[IterableDataset[Any]], **options: Any) -> None:
         trainer.fit(Reads(), DataLoader(Divided(), batch_size=4), loaders)
     else:
         getattr(trainer, stage)(Reads(), loaders)
-
-
-def test_training_on_the_same_rows_is_an_error_on_every_rank(pool: RankPool) -> None:
-    for kind in (Whole, Sized):
-        text = f"batches of {kind.__name__} in training (F71): expected rows of its own for each rank, got the same on all ranks"
-        assert_same_error(pool.errors(2, run, "fit", kind), text, "rank and world size in __iter__")
-    assert_same_error(pool.errors(3, run, "fit", Pairs), "got the same on ranks 0, 1")
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict", "validation in fit"])
-def test_evaluation_too(pool: RankPool, stage: str) -> None:
-    """The second of two loaders."""
-    errors = pool.errors(2, run, stage, Divided, Whole)
-    name = {"validate": "validation", "validation in fit": "validation"}.get(stage, stage)
-    assert_same_error(errors, f"batches of Whole in {name} (F71)")
 
 
 @pytest.mark.parametrize("kind", [Divided, Constant, Few])

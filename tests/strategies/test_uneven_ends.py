@@ -25,11 +25,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankError, RankPool
 from tests.doors import CommonEnds, UnevenEnds, as_combined, handshake, process_groups
-from tests.fits import Trained, listed
-from tests.lightning_ranks import make_trainer, said_on_rank_zero
+from tests.fits import Trained, listed, make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 
@@ -255,24 +253,6 @@ def failing(dies: bool, rank: int) -> DataLoader[Any]:
     return DataLoader(kind(batches_of([(2,) * 4] * 3)[rank]), batch_size=None, num_workers=int(dies))
 
 
-class BreaksItsLoader(Rows):
-    def train_dataloader(self) -> Any:
-        if dist.get_rank() == 1:
-            raise ArithmeticError("no such folder")
-        return part(UNEVEN, 0)
-
-
-def nothing(rank: int) -> None:
-    return None
-
-
-def test_a_loader_that_fails_on_one_rank(pool: RankPool) -> None:
-    for uneven in ("error", "stop"):
-        errors = pool.errors(3, train, Rows, partial(failing, False), uneven)
-        assert_told_of(errors, "no more disk", "fetching a training batch")
-    assert_told_of(pool.errors(2, train, BreaksItsLoader, nothing), "no such folder", "train_dataloader")
-
-
 @pytest.mark.slow
 def test_a_worker_that_dies_on_one_rank(pool: RankPool) -> None:
     errors = pool.errors(2, train, Rows, partial(failing, True))
@@ -288,14 +268,6 @@ def assert_told_of(errors: list[RankError], text: str, where: str) -> None:
         assert not error.timed_out
         assert error.is_a("DDPLossError") == (error.rank != 1), error
         assert error.rank == 1 or ("rank 1" in error.message and where in error.message), error
-
-
-@pytest.mark.parametrize("value", ["Join", "", True, None])
-def test_an_unknown_value_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="one of 'error', 'join', 'stop'"):
-        DDPLossStrategy(uneven=value)
-    with pytest.raises(ConfigurationError, match="plain ddp"):
-        DDPLossStrategy([], uneven="join")
 
 
 def test_the_command_line_knows_its_values() -> None:

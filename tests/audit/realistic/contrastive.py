@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, two_tables
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
+from lightning_ddp_losses.collectives import all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, TOKENS, Realistic
 
 

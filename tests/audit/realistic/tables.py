@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import GlobalBatchLoss, differentiable
-from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.collectives import all_gather_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, table
 
 
