@@ -42,12 +42,24 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, 
     return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
 
+def in_layout_of(x: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient with the strides of ``x``, as the kernel of its sums requires, copied if necessary.
+
+    An expanded gradient would be slow to read. With different strides torch's kernel on the CPU (2.13) returns wrong sums, without an
+    error, if both tensors are contiguous in one of its memory formats (one row that is channels-last, next to a gradient that is not).
+    """
+    if grad.stride() == x.stride():
+        return grad
+    return torch.empty_like(x, dtype=grad.dtype).copy_(grad)
+
+
 def local_sums(
     grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, inverse_std: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return sum(grad x^) and sum(grad) of each channel, with 1 / sqrt(var + eps) in ``inverse_std``."""
     if x.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
+    grad = in_layout_of(x, grad)
     # In evaluation mode, with given mean and variance, the weight and bias gradients are these sums. The CPU takes mean and variance from
     # the running statistics, CUDA from the saved ones, which it requires.
     _, dyx, dy = torch.ops.aten.native_batch_norm_backward(

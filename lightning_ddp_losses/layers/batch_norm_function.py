@@ -289,8 +289,7 @@ class _NormaliseFunction(torch.autograd.Function):
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias."""
     statistics, wide = ctx.statistics, ctx.statistics.mean.dtype
-    if x.is_contiguous() and not grad.is_contiguous():  # an expanded gradient is slow to read
-        grad = grad.contiguous()
+    grad = batch_norm_kernels.in_layout_of(x, grad)
 
     # weight and bias: this rank's share
     inverse_std = (statistics.var + ctx.eps).rsqrt()

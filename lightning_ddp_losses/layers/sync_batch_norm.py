@@ -61,7 +61,8 @@ class SyncBatchNorm(LayerSync):
     averages.
 
     The modules keep type, parameters, buffers and ``state_dict``. During a fit their ``forward`` is replaced, and in evaluation mode it
-    behaves as before. Apply the plugin before the wrap in DistributedDataParallel, as Lightning does.
+    behaves as before, except for a layer without running statistics that is called with gradients enabled: it takes those of all ranks'
+    rows. Apply the plugin before the wrap in DistributedDataParallel, as Lightning does.
 
     Args:
         group_size: Number of neighbouring ranks that normalise together (ranks 0 to k - 1, k to 2 k - 1, ...). It must divide the
@@ -76,7 +77,7 @@ class SyncBatchNorm(LayerSync):
         into it, one gather. Backward one exchange of 2 C numbers, which begins with a handshake. Before each backward of a
         LightningModule one handshake, which is an error if the ranks' losses depend on different layers. On accelerators (NCCL) a
         forward with the calls of the two before it performs one handshake for all layers, and a backward after that comparison none.
-        None in evaluation mode and in a world of one rank.
+        None in evaluation mode (but for the exception above) and in a world of one rank.
 
     Raises:
         ConfigurationError: if applied after a DDP wrap, or twice. For an unregistered batch norm that trains. For a group size that does
@@ -311,7 +312,7 @@ class SyncedForward(MethodPatch):
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward, unchanged in evaluation mode, in a world of one rank, and if the input already has all rows."""
-        if not self.module.training or not process_groups.is_distributed():
+        if not self._takes_statistics() or not process_groups.is_distributed():
             return self.original(*args, **kwargs)
         if self._not_yet_in is not None and process_groups.world_size() > 1:
             self._find_registered(self._not_yet_in)
@@ -333,6 +334,17 @@ class SyncedForward(MethodPatch):
         except Exception as error:  # an error that all ranks raise passes through
             raise_in_scope(scope, error, self.title)
         return output
+
+    def _takes_statistics(self) -> bool:
+        """Return whether the layer normalises by the statistics of its input and trains something by them.
+
+        A layer without running statistics also does so in evaluation mode, in which a part of a model may be frozen. Without gradients
+        that is an evaluation, in which ranks may have different numbers of batches.
+        """
+        layer: Any = self.module
+        if layer.training:
+            return True
+        return layer.running_mean is None and layer.running_var is None and torch.is_grad_enabled()
 
     def _find_registered(self, model: nn.Module) -> None:
         """Update the title to the name under which the model has registered the layer in the meantime.

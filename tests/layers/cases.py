@@ -27,6 +27,13 @@ class Activated(nn.BatchNorm2d):
         return F.silu(super().forward(input))
 
 
+class Copied(nn.BatchNorm2d):
+    """A subclass whose output, and so its gradient, is contiguous, however the input is stored."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).contiguous().clone()
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and how it is fed.
@@ -36,6 +43,7 @@ class Case:
         uneven_size: Each rank has another size.
         options: Of the layer.
         forwards: Calls before one backward.
+        training: The mode of the layer.
     """
 
     kind: type[nn.Module]
@@ -46,11 +54,17 @@ class Case:
     frozen: tuple[str, ...] = ()
     input_grad: bool = True
     forwards: int = 1
+    training: bool = True
 
 
 def strided(x: Tensor) -> Tensor:
     """The same values, not contiguous in any format."""
     return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def height_first(x: Tensor) -> Tensor:
+    """The same values, stored by height, width, row and channel: for one row this is channels-last, with another stride of rows."""
+    return x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
 
 
 CASES: dict[str, Case] = {
@@ -62,6 +76,9 @@ CASES: dict[str, Case] = {
     "3d": Case(nn.BatchNorm3d, (2, 3, 2)),
     "not affine": Case(nn.BatchNorm2d, (3, 2), options={"affine": False}),
     "no running statistics": Case(nn.BatchNorm2d, (3, 2), options={"track_running_stats": False}),
+    "no running statistics, in evaluation mode": Case(
+        nn.BatchNorm2d, (3, 2), options={"track_running_stats": False}, training=False
+    ),
     "cumulative average": Case(nn.BatchNorm1d, options={"momentum": None}),
     "momentum 1": Case(nn.BatchNorm1d, options={"momentum": 1.0}),
     "momentum 0, large eps": Case(nn.BatchNorm1d, options={"momentum": 0.0, "eps": 0.5}),
@@ -75,6 +92,7 @@ CASES: dict[str, Case] = {
         nn.BatchNorm3d, (2, 3, 2), layout=lambda x: x.contiguous(memory_format=torch.channels_last_3d)
     ),
     "strided": Case(nn.BatchNorm2d, (3, 2), layout=strided),
+    "a gradient stored differently": Case(Copied, (3, 2), layout=height_first),
     "two forwards, one backward": Case(nn.BatchNorm1d, forwards=2),
     "a subclass that does more": Case(Activated, (3, 2)),
 }
@@ -82,7 +100,7 @@ CASES: dict[str, Case] = {
 
 def build(case: Case) -> nn.Module:
     """The layer, its parameters and averages not at their defaults."""
-    layer = case.kind(CHANNELS, **case.options).double()
+    layer = case.kind(CHANNELS, **case.options).double().train(case.training)
     generator = torch.Generator().manual_seed(3)
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         if tensor.is_floating_point():
@@ -118,7 +136,7 @@ def value(outputs: Sequence[Tensor]) -> Tensor:
 
 def forwards(case: Case, layer: nn.Module, feeds: list[list[Tensor]]) -> list[list[Tensor]]:
     """In one process: outputs by forward and rank. All values of a channel in one row, as a batch norm sees them."""
-    plain = layer if case.kind is nn.BatchNorm1d or case.kind is Activated else _same_without_checks(layer)
+    plain = layer if case.kind in (nn.BatchNorm1d, Activated) else _same_without_checks(layer)
     results = []
     for feed in feeds:
         columns = [x.movedim(1, 0).reshape(CHANNELS, -1) for x in feed]

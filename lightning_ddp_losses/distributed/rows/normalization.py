@@ -143,9 +143,8 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         later: LaterSum | None = ctx.context.later
-        grad, rows = grads[0], ctx.saved_tensors[0]
-        if rows.is_contiguous():  # an expanded gradient is slow to read
-            grad = grad.contiguous()
+        rows = ctx.saved_tensors[0]
+        grad = batch_norm_kernels.in_layout_of(rows, grads[0])
         if later is not None and not torch.is_grad_enabled():
             later.note(_sums_of(grad, rows, ctx.context.statistics))
         return grad, None
