@@ -160,7 +160,8 @@ class RankPool:
             fn: A function at module level, which can query torch.distributed for its rank.
             *args: Its arguments.
             **options: Its arguments by name, and options of the pool: ``distributed`` (False, with one rank only: no process group),
-                ``fresh`` (True: a new process group even if the current one could be used), ``seconds`` (time limit of a rank).
+                ``fresh`` (True: a process group that no other call uses, because errors on some ranks leave remains in it), ``seconds``
+                (time limit of a rank).
         """
         __tracebackhide__ = True  # the ranks' tracebacks show the place
         replies = self._ask(world_size, self._grace_seconds, fn, *args, **options)
@@ -215,6 +216,8 @@ class RankPool:
         if fresh or key != team.key:
             self._generation += 1
             team.key, team.generation = key, self._generation
+        if fresh:
+            team.key = None
         store = str(self._folder / f"store-{team.generation}")
         task = Task(team.generation, key, store, _sendable(fn, args, kwargs), _portable_filters())
         workers = [self._worker(team, rank) for rank in range(world_size)]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.processes import ROOT, run_python
 
-# a fit in pytest's own process, and a table that is as wide as the terminal, of which two ranks are a part
+# the environment; a fit in pytest's own process; a program with two ranks; a page without colours; a table as wide as the terminal
 TESTS = (
+    "tests/slow/test_isolation.py::test_nothing_of_the_caller_is_left",
     "tests/cli/test_configs_and_doctor.py::test_a_config_by_its_name_trains",
     "tests/cli/test_configs_and_doctor.py::test_the_doctor_finds_two_ranks_equal_to_one_process",
+    "tests/cli/test_explain.py::test_the_command",
+    "tests/callbacks/test_notes_and_files.py::test_one_table_says_what_was_found_and_seen",
 )
-PYTEST = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS)
+PYTEST = ("-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "no:cacheprovider", *TESTS)
 ENVIRONMENTS = {
     "a host that does not answer": {"MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "29500", "WORLD_SIZE": "7"},
     "a rank": {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"},
@@ -29,6 +34,12 @@ ENVIRONMENTS = {
     "a narrow terminal with colours": {"COLUMNS": "20", "FORCE_COLOR": "1"},
     "ascii": {"PYTHONIOENCODING": "ascii"},
 }
+# when tests are collected: later ones may set some
+LEFT = {name for names in ENVIRONMENTS.values() for name in names if name in os.environ}
+
+
+def test_nothing_of_the_caller_is_left() -> None:
+    assert not LEFT
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
