@@ -59,18 +59,20 @@ def save():
 """
 
 
-def run(tmp_path: Path, code: str) -> tuple[int, str]:
+def run(tmp_path: Path, code: str, *options: str) -> tuple[int, str]:
     script = tmp_path / "train.py"
     # without this torch may abort at the end of a process on a busy machine
     script.write_text(f"{code}\ndist.destroy_process_group()\n")
-    done = run_python(*TORCHRUN, str(script), folder=tmp_path, seconds=120)
+    done = run_python(*TORCHRUN, *options, str(script), folder=tmp_path, seconds=120)
     return done.returncode, done.stdout + done.stderr
 
 
 def test_the_code_of_the_page_shows_where_each_rank_waits(tmp_path: Path) -> None:
     code = LATE.replace("SECONDS", "6") + PAGE_CODE.replace("dump_traceback_later(60)", "dump_traceback_later(2)")
     assert code.count("dump_traceback_later(2)") == 1
-    status, shown = run(tmp_path, code)
+    # a file for each rank: two that write at a time mix their lines
+    status, shown = run(tmp_path, code, "--redirects=3", f"--log-dir={tmp_path}")
+    shown += "".join(path.read_text() for path in sorted(tmp_path.rglob("stderr.log")))
     assert status == 0, shown
     lines = (tmp_path / "train.py").read_text().splitlines()
     places = {lines[int(number) - 1].strip() for number in re.findall(r"train\.py\", line (\d+) in train", shown)}
