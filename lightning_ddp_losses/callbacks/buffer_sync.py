@@ -35,7 +35,7 @@ from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
 from lightning_ddp_losses.core import lightning_compat, metrics_compat, torch_compat
 from lightning_ddp_losses.core.fault_rules import fault_of_memory
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
-from lightning_ddp_losses.core.modules import synchronises, unregistered_modules
+from lightning_ddp_losses.core.modules import plain_norms, unregistered_modules
 from lightning_ddp_losses.core.transparent import wrapped_module
 from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text, row_tables, start_fingerprints
 from lightning_ddp_losses.metrics.states import ExchangingMetric
@@ -44,7 +44,6 @@ _QUEUE_WORDS = ("queue", "memory", "bank")
 _QUEUE_ROWS = 1024  # of a larger queue, the first rows and about as many evenly spaced rows are compared
 _MASK = (1 << 62) - 1
 MAX_CHANNELS = 48  # largest number of compared channels over all layers
-_PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SEARCH_EVERY = 64  # interval in steps, because walking through a large model takes time
 _AFTER_STEPS = (CheckStage.VALIDATION_START, CheckStage.TRAIN_END)
 _EPOCH_ENDS = (CheckStage.VALIDATION_EPOCH_END, CheckStage.TRAIN_EPOCH_END)
@@ -168,13 +167,6 @@ def is_plain_memory(tensor: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------- batch norm
-
-
-def plain_norms(module: nn.Module) -> dict[str, Any]:
-    """Return torch's plain batch-norm layers, which use only this rank's rows, by path. Subclasses may synchronise and are excluded."""
-    return {
-        name: inner for name, inner in module.named_modules() if type(inner) in _PLAIN_NORMS and not synchronises(inner)
-    }
 
 
 def norm_statistics(norms: Mapping[str, Any]) -> tuple[list[float], list[float]]:

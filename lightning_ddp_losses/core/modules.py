@@ -34,6 +34,7 @@ _MAX_ITEMS = 1_000  # items of one container: a longer one is data
 _MAX_DEPTH = 8
 _LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
 _BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
+_PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, Tensor)
 
 
@@ -105,6 +106,13 @@ class MethodPatch:
 def synchronises(module: nn.Module) -> bool:
     """Return whether a patch of this package computes the module's forward over the rows of all ranks."""
     return bool(getattr(module.__dict__.get("forward"), "synchronises", False))
+
+
+def plain_norms(module: nn.Module) -> dict[str, Any]:
+    """Return torch's plain batch-norm layers, which use only this rank's rows, by path. Subclasses may synchronise and are excluded."""
+    return {
+        name: inner for name, inner in module.named_modules() if type(inner) in _PLAIN_NORMS and not synchronises(inner)
+    }
 
 
 # ---------------------------------------------------------------------- registered modules and parameters

@@ -28,10 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import launch_variables, lightning_compat, torch_compat
+from lightning_ddp_losses.core.modules import plain_norms
 from lightning_ddp_losses.core.precision import has_buffers
 from lightning_ddp_losses.distributed import process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import ConfigurationError, expect, listed
+from lightning_ddp_losses.strategies.fit_part import FitPart
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, named_tensors
 
 _FIRST_BUCKET_BYTES = 1 << 20  # DDP's own (torch 2.13)
@@ -352,6 +354,19 @@ def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSy
     if type(chosen) is TorchSyncBatchNorm and device.type in _WITHOUT_TORCHS_BATCH_NORM:
         return exact_layer_sync()
     return chosen
+
+
+class BatchNormNote(FitPart):
+    """Names the batch norms that use the rows of one rank, when training begins."""
+
+    def on_train_start(self) -> None:
+        """Log a note on rank 0, if there are two ranks or more."""
+        names = [name for name, norm in plain_norms(self.fit.module).items() if norm.training]
+        if names and process_groups.world_size() > 1:
+            rank_zero_info(
+                f"Batch norm ({listed(names, 3)}) uses the rows of one rank, so gradients are not those of one process. "
+                "Trainer(sync_batchnorm=True) uses the rows of all ranks (`ddp-losses explain F59`)."
+            )
 
 
 # ---------------------------------------------------------------------- launchers

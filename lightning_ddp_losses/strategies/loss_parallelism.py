@@ -44,6 +44,7 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed
 from lightning_ddp_losses.randomness.layers import layers_that_drop
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
+from lightning_ddp_losses.strategies.ddp_setup import BatchNormNote
 from lightning_ddp_losses.strategies.empty_batches import name_module
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
@@ -72,6 +73,7 @@ PARTS: tuple[type[FitPart], ...] = (
     Interruptions,
     StepRandomness,
     DropoutNote,
+    BatchNormNote,
 )
 """Features of any strategy, in the order of their hook calls."""
 
