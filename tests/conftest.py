@@ -21,7 +21,8 @@ for _name in list(os.environ):
         del os.environ[_name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the forkserver starts: it loads torch for all ranks
 
-# gloo's threads try a lock again and again as long as its holder waits for a processor: a thread that wakes does not interrupt another one
+# gloo's threads spin on a lock while its holder waits for a processor. With this policy a thread that wakes up does not interrupt the
+# running one, which may be the holder
 if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

@@ -357,15 +357,19 @@ def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSy
 
 
 class BatchNormNote(FitPart):
-    """Names the batch norms that use the rows of one rank, when training begins."""
+    """Names the batch norms that are not synchronised, when training begins. Those inside a loss over all rows are exact and left out."""
 
     def on_train_start(self) -> None:
         """Log a note on rank 0, if there are two ranks or more."""
-        names = [name for name, norm in plain_norms(self.fit.module).items() if norm.training]
+        module = self.fit.module
+        losses = [name for name, inner in module.named_modules() if getattr(inner, "sees_global_batch", False)]
+        inside = tuple(f"{name}." for name in losses)
+        norms = [name for name, norm in plain_norms(module).items() if norm.training]
+        names = [name for name in norms if not name.startswith(inside)]
         if names and process_groups.world_size() > 1:
             rank_zero_info(
-                f"Batch norm ({listed(names, 3)}) uses the rows of one rank, so gradients are not those of one process. "
-                "Trainer(sync_batchnorm=True) uses the rows of all ranks (`ddp-losses explain F59`)."
+                f"Batch norm ({listed(names, 3)}) is not synchronised: if its input has the rows of one rank, gradients differ "
+                "from those of one process. Trainer(sync_batchnorm=True) uses the rows of all ranks (`ddp-losses explain F59`)."
             )
 
 

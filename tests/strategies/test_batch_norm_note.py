@@ -1,4 +1,4 @@
-"""The strategies say once which batch norms use the rows of one rank."""
+"""The strategies say once which batch norms are not synchronised."""
 
 from __future__ import annotations
 
@@ -12,12 +12,40 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from tests.each_rank import each_rank
 from tests.fits import make_trainer, said_on_rank_zero
 
 WIDTH = 4
 STRATEGIES = [DDPLossStrategy, ModelParallelLossStrategy]
+
+
+class NormedRows(nn.Module):
+    """A formula on the rows of all ranks, with a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.norm(rows).square().mean()
+
+
+class InLoss(LightningModule):
+    """A batch norm in a loss over the rows of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.loss = nn.Linear(WIDTH, WIDTH), GlobalBatchLoss(NormedRows())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(16, WIDTH)), batch_size=4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(self.encoder(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Normed(LightningModule):
@@ -49,7 +77,7 @@ class Normed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def said(made: Callable[[], Any], module: Normed, stage: str = "fit", **options: Any) -> list[str]:
+def said(made: Callable[[], Any], module: LightningModule, stage: str = "fit", **options: Any) -> list[str]:
     with said_on_rank_zero() as texts:
         getattr(make_trainer(made(), max_epochs=2, **options), stage)(module)
     return [text for text in texts if text.startswith("Batch norm (")]
@@ -60,7 +88,7 @@ def said(made: Callable[[], Any], module: Normed, stage: str = "fit", **options:
 def test_a_norm_of_one_rank_is_named_once(made: Callable[[], Any]) -> None:
     found = said(made, Normed())
     assert len(found) == (dist.get_rank() == 0)
-    assert all(text.startswith("Batch norm (norm) uses the rows of one rank") for text in found)
+    assert all(text.startswith("Batch norm (norm) is not synchronised") for text in found)
 
 
 @pytest.mark.parametrize("made", STRATEGIES)
@@ -69,6 +97,11 @@ def test_other_norms_are_not_named(made: Callable[[], Any]) -> None:
     assert said(made, Normed(), sync_batchnorm=True) == []
     assert said(made, Normed(frozen=True)) == []
     assert said(made, Normed(), "validate") == []
+
+
+@each_rank(2)
+def test_a_norm_of_all_rows_is_not_named() -> None:
+    assert said(DDPLossStrategy, InLoss()) == []
 
 
 @each_rank(1)

@@ -44,7 +44,7 @@ from lightning_ddp_losses.losses.tiled.call_tiles import CallTiles, GradSums, in
 from lightning_ddp_losses.losses.tiled.distances import is_one_product, tile_distance
 from lightning_ddp_losses.losses.tiled.half_margins import HalfMargins
 from lightning_ddp_losses.losses.tiled.half_tiles import HALF_TILE_ROWS, HalfNumbers, OwnFirstPairs
-from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
+from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss, SoftmaxPairLoss
 from lightning_ddp_losses.losses.tiled.tiles import (
     NamedPairs,
     NamedTriplets,
@@ -360,10 +360,11 @@ class TiledForward:
         if isinstance(tiles.pairs, OwnFirstPairs):
             if backward_comes and not with_grads and self._tiled.tile_bytes is None:
                 tiles.keep(call_tiles.KEPT_BYTES)
-            if isinstance(pair_loss, Contrastive):
-                numbers = self._numbers_inside_margins(tiles.pairs, pair_loss, with_grads=with_grads)
+            if isinstance(pair_loss, SoftmaxPairLoss):
+                numbers = self._numbers_of_halves(tiles.pairs, pair_loss)
             else:
-                numbers = self._numbers_of_halves(tiles.pairs)
+                assert isinstance(pair_loss, Contrastive)
+                numbers = self._numbers_inside_margins(tiles.pairs, pair_loss, with_grads=with_grads)
         else:
             numbers = self._numbers_of_rows(keeps=keeps, with_grads=with_grads)
         labels = call.local_labels
@@ -387,10 +388,10 @@ class TiledForward:
                 self._kept_tile = tile
         return tuple(stored.joined() for stored in results) or pair_loss.nothing(len(tiles.rows.rows))
 
-    def _numbers_of_halves(self, pairs: OwnFirstPairs) -> tuple[Tensor, ...]:
+    def _numbers_of_halves(self, pairs: OwnFirstPairs, pair_loss: SoftmaxPairLoss) -> tuple[Tensor, ...]:
         """Return the numbers of all rows, from tiles that cover half of the matrix."""
         tiles = self._tiles
-        half = HalfNumbers(self._pair_loss, pairs, len(tiles.rows.rows))
+        half = HalfNumbers(pair_loss, pairs, len(tiles.rows.rows))
         for place in tiles:
             half.add(place, tiles.matrix(place))
         for place in tiles:

@@ -20,7 +20,7 @@ from lightning_ddp_losses.losses.pml_registry import pass_limits
 from lightning_ddp_losses.losses.tiled.distances import TileDistance
 from lightning_ddp_losses.losses.tiled.half_tiles import OwnFirstPairs, Place
 from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive
-from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
+from lightning_ddp_losses.losses.tiled.tile_functions import Numbers, lower_limit
 from lightning_ddp_losses.losses.tiled.tiles import Masks, Tile
 
 _POSITIVES, _NEGATIVES = 0, 1  # indices of the sub-losses
@@ -62,8 +62,8 @@ class HalfMargins:
         numbers = pair_loss.nothing(rows)
         each = len(numbers) // 2
         self._of_kinds = numbers[:each], numbers[each:]
-        # whether pairs without a loss do not count, for positives and negatives
-        self._skips = [not pair_loss.records and _skip_zero(*(limits or (0.0, None))) for limits in self._limits]
+        # for positives and negatives, the limit above which losses count, or None if pairs without a loss may count too
+        self._lows = [None if pair_loss.records else lower_limit(limits) for limits in self._limits]
 
     @property
     def numbers(self) -> Numbers:
@@ -116,7 +116,7 @@ class HalfMargins:
     def _may_pass(self, matrix: Tensor) -> bool:
         """Return whether an entry that is not hidden may have a loss as a negative, or counts without one."""
         margin = self._margins[_NEGATIVES]
-        if not self._skips[_NEGATIVES]:
+        if self._lows[_NEGATIVES] is None:
             return True
         # comparisons with NaN are false
         if self._sign < 0:
@@ -132,7 +132,7 @@ class HalfMargins:
         margin = self._margins[_NEGATIVES]
         losses = margin - matrix if self._sign > 0 else matrix - margin
         are_negative: Tensor | None = None
-        if not self._skips[_NEGATIVES]:
+        if self._lows[_NEGATIVES] is None:
             are_negative = masks.weigh_negatives_(torch.ones_like(losses))
         passing = self._add_losses(_NEGATIVES, losses, are_negative, place)
         return TileGrad(_NEGATIVES, Tile(matrix, place.rows, masks, place.columns), passing, place.mirrored)
@@ -146,9 +146,9 @@ class HalfMargins:
             weights: (T, n), which pairs are of this kind. Not used if pairs without a loss do not count.
             place: Their rows and, if any column is mirrored, their columns.
         """
-        limits, of_kind = self._limits[kind], self._of_kinds[kind]
-        if self._skips[kind]:
-            kept = torch.threshold_(losses, 0.0 if limits is None else limits[0], 0)
+        limits, low, of_kind = self._limits[kind], self._lows[kind], self._of_kinds[kind]
+        if low is not None:
+            kept = torch.threshold_(losses, low, 0)
             _add_sums_(of_kind[0], kept, place)
             passing = kept.sign_()
             if limits is not None:
@@ -170,8 +170,3 @@ def _add_sums_(stored: Tensor, values: Tensor, place: Place) -> None:
     stored[place.rows].add_(values.sum(1))
     if place.mirrored is not None:
         stored[place.mirrored].add_(values[:, place.mirrored.start - place.columns.start :].sum(0))
-
-
-def _skip_zero(low: float | None, high: float | None) -> bool:
-    """Return whether losses of 0 do not pass limits, and all large losses do."""
-    return high is None and low is not None and low >= 0

@@ -5,10 +5,10 @@ followed by the rows of the other ranks, also sorted. The first block is symmetr
 the squares on its diagonal are counted for their rows and, transposed, for their columns. Columns of other ranks are counted only for the
 rows, as in any tile.
 
-Each row is therefore in several tiles. Their numbers are joined (``PairLoss.join_``) in a fixed order.
+Each row is therefore in several tiles. Their numbers are joined (``SoftmaxPairLoss.join_``) in a fixed order.
 
 Positives of sorted rows are near the diagonal. All entries beyond them are negatives, and one exponential per entry serves its row and its
-column (``PairLoss.far``).
+column (``SoftmaxPairLoss.far``).
 
 Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows and ``C`` columns of a tile.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.pair_losses import SoftmaxPairLoss
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import Masks, PackedMasks, Pairs, Tile
 
@@ -119,7 +119,7 @@ def _limits_in(labels: Tensor, columns: Tensor, first: int) -> Tensor:
 
 
 class HalfNumbers:
-    """The numbers of all rows, from tiles that cover half of the matrix.
+    """The numbers of all rows of a loss with a softmax, from tiles that cover half of the matrix.
 
     Args:
         pair_loss: The loss on tiles.
@@ -127,7 +127,7 @@ class HalfNumbers:
         rows: B.
     """
 
-    def __init__(self, pair_loss: PairLoss, pairs: OwnFirstPairs, rows: int) -> None:
+    def __init__(self, pair_loss: SoftmaxPairLoss, pairs: OwnFirstPairs, rows: int) -> None:
         self._pair_loss, self._pairs = pair_loss, pairs
         # allocated once, outside of the tiles (``TileResults``)
         self._numbers = pair_loss.start(rows)

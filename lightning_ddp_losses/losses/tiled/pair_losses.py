@@ -57,11 +57,9 @@ class PairLoss:
         numbers: How many numbers each row has.
         recorded: How many additional numbers there are if reducers record counts.
         symmetric: True if gradients of transposed entries follow from the statistics, and rows and columns have the same formula.
-        positives_last: True if numbers of positives depend on all negatives of their rows.
         needs_both_kinds: True if PML returns zero when there are no positives or no negatives.
         has_kernels: True if ``kernels.launches`` implements its functions.
         counts_pairs_once: True if a pair counts once, however often a miner selects it.
-        of_far: The numbers of rows that ``far`` computes. The others do not depend on negatives.
         width: k.
         scale: Factor of the distances in the tiles' matrix.
         grad_in_forward: True if a tile's gradient depends only on that tile, up to a factor per sub-loss.
@@ -76,13 +74,11 @@ class PairLoss:
     numbers: ClassVar[int] = 4
     recorded: ClassVar[int] = 0
     symmetric: ClassVar[bool] = True
-    positives_last: ClassVar[bool] = False
     needs_both_kinds: ClassVar[bool] = False
     has_kernels: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
     grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
-    of_far: slice = slice(None)
     width: int = 0
     scale: float = 1.0
     factor: Tensor | None = None
@@ -125,32 +121,6 @@ class PairLoss:
             with_grads: True if the derivative of each sub-loss by the entries is required, up to ``grad_signs``. Only if
                 ``grad_in_forward``. Its shape is (T, C), or (T, b) for a band.
         """
-        raise NotImplementedError
-
-    # numbers of rows that are split over several tiles (``half_tiles``), if the loss is symmetric and has a softmax
-
-    def start(self, rows: int) -> formulas.Numbers:
-        """Return initial numbers of rows, (rows,) each. If ``positives_last``, the numbers of positives are left out."""
-        return self.nothing(rows)
-
-    def part(self, tile: Tile) -> formulas.Numbers:
-        """Compute ``rows`` for some of the columns. If ``positives_last``, the numbers of positives are left out."""
-        return self.rows(tile, with_grads=False)[0]
-
-    def far(self, matrix: Tensor, *, both: bool) -> tuple[formulas.Numbers, formulas.Numbers | None]:
-        """Compute ``part`` for a matrix (T, C) whose entries are all negatives, but only the numbers ``of_far``.
-
-        If ``both``, the second result has the numbers of its columns.
-        """
-        raise NotImplementedError
-
-    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
-        """Join numbers of the same rows over other columns, all or those ``of_far``, with the known numbers, in their memory."""
-        for stored, each in zip(known, added, strict=True):
-            stored.add_(each)
-
-    def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
-        """Compute the numbers of positives in some columns, given all other numbers of the rows, if ``positives_last``. They are summed."""
         raise NotImplementedError
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
@@ -198,8 +168,12 @@ class SoftmaxPairLoss(PairLoss):
         rows_of: Formula of the numbers of rows.
         row_options: Additional arguments of ``rows_of``.
         opposite_terms: Like ``terms``, for rows with counts below 0. The resulting gradient is subtracted.
+        positives_last: True if numbers of positives depend on all negatives of their rows.
+        of_far: The numbers of rows that ``far`` computes. The others do not depend on negatives.
     """
 
+    positives_last: ClassVar[bool] = False
+    of_far: ClassVar[slice] = slice(None)
     width = 3
     rows_of: Callable[..., formulas.Numbers]
     row_options: tuple[Any, ...] = ()
@@ -208,15 +182,34 @@ class SoftmaxPairLoss(PairLoss):
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return self.run(self.rows_of, tile.matrix, tile.keys, *self.row_options), []
 
+    # numbers of rows that are split over several tiles (``half_tiles``)
+
     def start(self, rows: int) -> formulas.Numbers:
+        """Return initial numbers of rows, (rows,) each. If ``positives_last``, the numbers of positives are left out."""
         return self.of_negatives(self.like.new_full((rows,), torch.finfo(self.like.dtype).min))
 
+    def part(self, tile: Tile) -> formulas.Numbers:
+        """Compute ``rows`` for some of the columns. If ``positives_last``, the numbers of positives are left out."""
+        return self.rows(tile, with_grads=False)[0]
+
     def far(self, matrix: Tensor, *, both: bool) -> tuple[formulas.Numbers, formulas.Numbers | None]:
+        """Compute ``part`` for a matrix (T, C) whose entries are all negatives, but only the numbers ``of_far``.
+
+        If ``both``, the second result has the numbers of its columns.
+        """
         of_rows, of_columns = formulas.log_sum_exps(matrix, both=both)
         return self.of_negatives(of_rows), None if of_columns is None else self.of_negatives(of_columns)
 
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
         """Return the numbers of rows that have only negatives, given their log-sum-exps (n,)."""
+        raise NotImplementedError
+
+    def join_(self, known: formulas.Numbers, added: formulas.Numbers) -> None:
+        """Join numbers of the same rows over other columns, all or those ``of_far``, with the known numbers, in their memory."""
+        raise NotImplementedError
+
+    def positives(self, tile: Tile, known: formulas.Numbers) -> formulas.Numbers:
+        """Compute the numbers of positives in some columns, given all other numbers of the rows, if ``positives_last``. They are summed."""
         raise NotImplementedError
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:

@@ -348,12 +348,18 @@ def contrastive_rows(
     return numbers, counts
 
 
+def lower_limit(limits: Limits | None) -> float | None:
+    """Return the limit above which all losses pass, at least 0, or None if losses of 0 may pass or large losses may not."""
+    low, high = limits or (0.0, None)
+    return low if high is None and low is not None and low >= 0 else None
+
+
 def _contrastive_kind(
     losses: Tensor, masks: Masks, limits: Limits | None, records: bool, *, are_positive: bool
 ) -> tuple[Numbers, Tensor]:
     """Return the numbers of rows, and how often each pair passes, given the violations of positives (T, b) or negatives (T, C)."""
-    low, high = limits or (0.0, None)
-    if high is None and low is not None and low >= 0 and not masks.counted:
+    low = lower_limit(limits)
+    if low is not None and not masks.counted:
         # 0 marks pairs that do not pass and entries that are not pairs of this kind
         kept = losses.mul_(masks.same_or_positives) if are_positive else masks.weigh_negatives_(losses)
         kept = torch.threshold_(kept, low, 0)

@@ -216,8 +216,7 @@ class PackedMasks(Masks):
         self._starts, self._stops, self._own_columns, self._overwrites = starts, stops, own, overwrites
         self._same, self._positives, self._lowest = places < stops, None, None
         # a row with fewer columns repeats its last one. If it has none, it repeats any other column
-        self._places = torch.minimum(places, (stops - 1).clamp_min_(0))
-        self.places = self._places
+        self.places: Tensor = torch.minimum(places, (stops - 1).clamp_min_(0))
         self.band = self._counts = None
 
     @property
@@ -226,12 +225,12 @@ class PackedMasks(Masks):
             self._positives = self.same
             if isinstance(self._own_columns, int):
                 own = torch.arange(self._own_columns, self._own_columns + len(self.same)).unsqueeze(1)
-                self._positives = self.same & (self._places != own)
+                self._positives = self.same & (self.places != own)
         return self._positives
 
     def in_band(self, values: Tensor) -> Tensor:
         """Return the (T, b) entries of values (T, C) or (C,) that may belong to positives, in new memory."""
-        return values[self._places] if values.ndim == 1 else values.gather(1, self._places)
+        return values[self.places] if values.ndim == 1 else values.gather(1, self.places)
 
     def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
         negatives = matrix if self._overwrites else matrix.clone()
@@ -239,11 +238,11 @@ class PackedMasks(Masks):
 
     def hide_(self, matrix: Tensor, fill: float) -> Tensor:
         entries = self.in_band(matrix)
-        matrix.scatter_(1, self._places, torch.where(self._starts < self._stops, fill, entries))
+        matrix.scatter_(1, self.places, torch.where(self._starts < self._stops, fill, entries))
         return entries
 
     def restore_(self, matrix: Tensor, entries: Tensor) -> None:
-        matrix.scatter_(1, self._places, entries)
+        matrix.scatter_(1, self.places, entries)
 
     def weigh_negatives_(self, values: Tensor) -> Tensor:
         self.hide_(values, 0)
@@ -254,7 +253,7 @@ class PackedMasks(Masks):
         return self.fill_itself(grad, 0)
 
     def add_in_band_(self, values: Tensor, added: Tensor, alpha: float) -> None:
-        values.scatter_add_(1, self._places, added * alpha)
+        values.scatter_add_(1, self.places, added * alpha)
 
 
 class CountedMasks(Masks):
