@@ -524,7 +524,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     def _compiler_of_call(self, tiles: TiledPlan, call: PMLCall) -> TileCompiler | None:
         """Return what computes the tiles of a call, equal on all ranks, or None for torch's operators."""
-        all_serve = tiles.pair_loss.has_kernels and all(sent[-1] for sent in call.extras)
+        all_serve = tiles.has_kernels and all(sent[-1] for sent in call.extras)
         entries = call.total_rows * call.total_references // len(call.extras)
         return chosen(self._tile_compiler, all_serve, entries)
 
