@@ -110,8 +110,9 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
             is "tiled, symmetric" keeps up to 8 MiB of tiles until backward, which does not evaluate them again.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also support ``"ring"``.
         compile_tiles: How to compute the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
-            hand-written kernels for SupCon if every rank has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per
-            rank (not measured), otherwise torch's operators. False: torch's operators. True: ``torch.compile``. All ranks compile in the
+            hand-written kernels for SupCon, NTXent (if its reducer has no limits), MultiSimilarity and Contrastive losses if every rank
+            has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per rank (not measured), otherwise torch's
+            operators, also for TripletMargin, which sorts rows, and for reducers that collect statistics. False: torch's operators. True: ``torch.compile``. All ranks compile in the
             first call. If this fails on any rank, all ranks compute eagerly and a warning is issued. With True, SupCon with 65,536 rows
             took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with 1,024 rows (NVIDIA H200, torch 2.11,
             float32).
