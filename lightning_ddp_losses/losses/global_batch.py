@@ -112,10 +112,10 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
         compile_tiles: How to compute the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
             hand-written kernels for SupCon, NTXent (if its reducer has no limits), MultiSimilarity and Contrastive losses if every rank
             has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per rank (not measured), otherwise torch's
-            operators, also for TripletMargin, which sorts rows, and for reducers that collect statistics. False: torch's operators. True: ``torch.compile``. All ranks compile in the
-            first call. If this fails on any rank, all ranks compute eagerly and a warning is issued. With True, SupCon with 65,536 rows
-            took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with 1,024 rows (NVIDIA H200, torch 2.11,
-            float32).
+            operators, also for TripletMargin, which sorts rows, and for reducers that collect statistics. False: torch's operators. True:
+            ``torch.compile``. All ranks compile in the first call. If this fails on any rank, all ranks compute eagerly and a warning is
+            issued. With True, SupCon with 65,536 rows took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with
+            1,024 rows (NVIDIA H200, torch 2.11, float32).
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
             ``"float32"``, ``"bf16"``, ``"bf16x2"``, ``"bf16x3"``, ``"bf16x6"`` or ``"auto"``. Everything that is not evaluated in tiles
             (such as few rows) is float32.
