@@ -1,7 +1,8 @@
 """Functions of tiles that launch a kernel instead of many operators, with the arguments and results of the function of the same name.
 
 A kernel writes only after all memory that the function returns has been allocated. If it cannot be compiled or launched, nothing was
-written, and the function of the same name can still be called (``KernelError``). After a kernel, only operators of torch are launched.
+written, and the function of the same name can still be called (``KernelError``). After a kernel, only operators of torch are launched, or
+a second kernel, of which neither writes to the products.
 
 Legend: ``T`` rows and ``C`` columns of a tile, ``k`` blocks of rows or of columns.
 """
