@@ -188,6 +188,7 @@ INSIDE = {
     "log_sum_exps": "losses.tiled.tile_functions.log_sum_exps",
     "LabelKeys": "losses.tiled.tiles.LabelKeys",
     "PackedMasks": "losses.tiled.tiles.PackedMasks",
+    "Tile": "losses.tiled.tiles.Tile",
     "TowerCall": "losses.tower_tiles.TowerCall",
     "Factors": "losses.two_towers.Factors",
     "tiles_of": "losses.two_towers.tiles_of",

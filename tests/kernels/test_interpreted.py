@@ -29,7 +29,7 @@ from lightning_ddp_losses.losses import (
     tile_compiler,
     tower_tiles,
 )
-from tests.doors import choice, launches, split, tile_functions
+from tests.doors import LabelKeys, Tile, choice, evaluator, launches, split, tile_functions
 from tests.kernels.cases import CASES, PAIRS
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "triton reads it as it is imported: run `nox -s kernels`"
@@ -100,6 +100,41 @@ def in_float64(function: Callable[..., Any], products: Tensor, args: Sequence[An
         mock.patch.object(sharded_softmax, "split", without_terms),
     ):
         return function(products.double(), *wide)
+
+
+OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
+    "SupCon": pml.SupConLoss,
+    "NTXent": pml.NTXentLoss,
+    "MultiSimilarity": partial(pml.MultiSimilarityLoss, distance=LpDistance()),
+    "Contrastive": pml.ContrastiveLoss,
+}
+
+
+def on_a_tile(name: str, products: Tensor, run: Callable[..., Any] | None) -> list[Tensor]:
+    """The numbers of a loss on the only tile of a batch, and the gradients that follow from them."""
+    loss, labels = OF_PAIRS[name](), torch.arange(len(products)) % 7
+    plan = evaluator.tiled_plan(loss)
+    assert plan is not None
+    pair_loss = plan.pair_loss(loss, plan.reductions, products, run)
+    tile = Tile(products, slice(0, len(products)), LabelKeys(labels, labels, torch.arange(len(products)).unsqueeze(1)))
+    numbers, grads = pair_loss.rows(tile, with_grads=pair_loss.grad_in_forward)
+    _, stats = pair_loss.finalize(numbers, labels)
+    pair_loss.prepare_backward(stats, stats, [products.new_ones(())] * len(pair_loss.sub_losses))
+    return [*numbers, *grads, pair_loss.grad(tile)]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of entries that do not count
+@pytest.mark.parametrize("size", [1e-30, 1.0, 300.0, 3e4])
+@pytest.mark.parametrize("name", PAIRS)
+def test_entries_of_any_size(name: str, size: float) -> None:
+    """No exponential overflows, and what is rounded is an exponent of that size."""
+    products = products_of(130, 130, torch.float32, "")
+    products = (products + products.T) * size
+    found = on_a_tile(name, products, lambda function, *args: launches.LAUNCHES[function.__name__](*args))
+    expected = on_a_tile(name, products.double(), None)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert bool(ours.isfinite().all())
+        assert difference(ours.double(), theirs) < 1e-6 * max(size, 1)
 
 
 def test_two_runs_are_equal_bit_by_bit() -> None:
