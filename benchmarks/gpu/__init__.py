@@ -1,4 +1,4 @@
-"""On a GPU: milliseconds and memory of SigLIP, CLIP, SupCon and ArcFace at full size. Not run without a name.
+"""On a GPU: milliseconds and memory of SigLIP, CLIP, pair losses and ArcFace at full size. Not run without a name.
 
 Gradients are compared with float64 first. ``--device cpu`` runs the same in small sizes, and records nothing. Needs no network and no
 writable home. Each row is written to ``--output`` as soon as it is known, so a run that is killed keeps what it has measured. Whether the

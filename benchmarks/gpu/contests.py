@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytorch_metric_learning.losses as pml
 import torch
+from pytorch_metric_learning.distances import CosineSimilarity
+from pytorch_metric_learning.reducers import MeanReducer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,7 +27,7 @@ from lightning_ddp_losses.losses.kernels.choice import TileKernels
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import evaluator
 
-__all__ = ["ArcFace", "Clip", "Contest", "SigLip", "TwoOfEachClass"]
+__all__ = ["OF_PAIRS", "ArcFace", "Clip", "Contest", "SigLip", "TwoOfEachClass"]
 
 # what the name of a way begins with
 _OURS = ("ours, ", "ours, compiled, ", "ours, kernels, ")
@@ -33,6 +35,7 @@ _NAMES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 _BLOCK_ENTRIES = 1 << 27  # of a matrix in float64: 1 GiB
 _TEMPERATURE = 0.1  # SupCon's and NTXent's
 _MARGIN, _SCALE = math.radians(28.6), 64.0  # ArcFace's
+_ALPHA, _BETA, _BASE = 2.0, 50.0, 0.5  # MultiSimilarity's
 
 
 def _blocks(count: int, width: int) -> Iterator[slice]:
@@ -214,16 +217,64 @@ class SigLip(_Towers):
         return {name: leaf.grad for name, leaf in zip(self.leaves, (images, texts, log_scale), strict=True)}
 
 
-class TwoOfEachClass(Contest):
-    """SupCon or NTXent of float32 rows, two of each class: row i's positive is row i ^ 1, and both losses are one."""
+def _without_itself_(matrix: Tensor, first: int) -> Tensor:
+    """Overwrite the entries of rows with themselves, of which row 0 is column ``first``."""
+    if len(matrix) == matrix.shape[1]:
+        return matrix.fill_diagonal_(-torch.inf)
+    everyone = torch.arange(matrix.shape[1], device=matrix.device)
+    return matrix.masked_fill(everyone[first : first + len(matrix)].unsqueeze(1) == everyone, -torch.inf)
 
-    def __init__(self, loss_class: type[nn.Module], rows: int, width: int, device: str) -> None:
+
+def _positives(count: int, first: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + count, device=device) ^ 1
+
+
+def softmax_of_pairs(similarities: Tensor, first: int) -> Tensor:
+    """Compute SupCon or NTXent, summed over rows, of which row 0 is column ``first``: each row has one positive."""
+    logits = _without_itself_(similarities / _TEMPERATURE, first)
+    positives = _positives(len(logits), first, logits.device)
+    return functional.cross_entropy(logits, positives, reduction="sum")
+
+
+def multi_similarity(similarities: Tensor, first: int) -> Tensor:
+    """Compute MultiSimilarity, summed over rows."""
+    positives = _positives(len(similarities), first, similarities.device).unsqueeze(1)
+    near = functional.softplus(-_ALPHA * (similarities.gather(1, positives) - _BASE)) / _ALPHA
+    exponents = _without_itself_(_BETA * (similarities - _BASE), first).scatter_(1, positives, -torch.inf)
+    return near.sum() + functional.softplus(exponents.logsumexp(1)).sum() / _BETA
+
+
+def contrastive(similarities: Tensor, first: int) -> Tensor:
+    """Compute the contrastive loss of cosines: means over pairs of positives and of negatives, times the number of rows."""
+    positives = _positives(len(similarities), first, similarities.device).unsqueeze(1)
+    near = (1 - similarities).gather(1, positives)
+    far = _without_itself_(similarities, first).scatter_(1, positives, 0).relu()
+    return near.sum() + far.sum() / (similarities.shape[1] - 2)
+
+
+Formula = Callable[[Tensor, int], Tensor]
+# each with the formula that it is where each class has two rows
+OF_PAIRS: dict[str, tuple[Callable[[], nn.Module], Formula]] = {
+    "SupCon": (partial(pml.SupConLoss, temperature=_TEMPERATURE), softmax_of_pairs),
+    "NTXent": (partial(pml.NTXentLoss, temperature=_TEMPERATURE), softmax_of_pairs),
+    "MultiSimilarity": (partial(pml.MultiSimilarityLoss, alpha=_ALPHA, beta=_BETA, base=_BASE), multi_similarity),
+    "Contrastive": (
+        lambda: pml.ContrastiveLoss(pos_margin=1, neg_margin=0, distance=CosineSimilarity(), reducer=MeanReducer()),
+        contrastive,
+    ),
+}
+
+
+class TwoOfEachClass(Contest):
+    """A loss over pairs of float32 rows, two of each class: row i's positive is row i ^ 1."""
+
+    def __init__(self, name: str, rows: int, width: int, device: str) -> None:
         torch.manual_seed(0)
         centers = torch.randn(rows // 2, width, device=device).repeat_interleave(2, 0)
         self.embeddings = (centers + torch.randn(rows, width, device=device)).requires_grad_()
         self.labels = torch.arange(rows, device=device) // 2
-        made = loss_class(temperature=_TEMPERATURE)
-        loss = GlobalBatchLoss(made, mode="rows", compile_tiles=False).to(device)
+        made, self._formula = OF_PAIRS[name]
+        loss = GlobalBatchLoss(made(), mode="rows", compile_tiles=False).to(device)
         self.leaves = {"embeddings": self.embeddings}
         self.loss: Any = loss
         ways = {"": lambda: self._ours("float32")}
@@ -235,7 +286,7 @@ class TwoOfEachClass(Contest):
             "ours, masks of all columns": lambda: self._with_pairs(masked=True),
             "ours, masks of a band": lambda: self._with_pairs(masked=False),
             **_compiled(device, loss, "_tile_compiler", ways),
-            **self._by_kernels(device, ways),
+            **_with_kernels(device, loss, "_tile_compiler", ways),
         }
         plain = {
             "torch, bf16": lambda: self._plain(torch.bfloat16),
@@ -250,12 +301,6 @@ class TwoOfEachClass(Contest):
         value: Tensor = self.loss(self.embeddings, self.labels)
         return value
 
-    def _by_kernels(self, device: str, ways: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-        """Return how SupCon is computed by kernels. NTXent has none."""
-        if not isinstance(self.loss.loss, pml.SupConLoss):
-            return {}
-        return _with_kernels(device, self.loss, "_tile_compiler", ways)
-
     def _with_pairs(self, *, masked: bool) -> Tensor:
         """Compute with masks of all columns or of a band, whatever the size of the matrix, which chooses (``evaluator.MASKED_BYTES``)."""
         most = 1 << 62 if masked else 0
@@ -264,22 +309,15 @@ class TwoOfEachClass(Contest):
 
     def _plain(self, dtype: torch.dtype) -> Tensor:
         unit = functional.normalize(self.embeddings.to(dtype), dim=1)
-        logits = unit @ unit.t() / _TEMPERATURE
-        logits.fill_diagonal_(-torch.inf)
-        positive = torch.arange(len(unit), device=unit.device) ^ 1
-        return functional.cross_entropy(logits, positive)
+        return self._formula(unit @ unit.t(), 0) / len(unit)
 
     def truth(self) -> dict[str, Tensor]:
         """Compute the gradient in float64, a block of anchors at a time."""
         leaf = self.embeddings.detach().double().requires_grad_()
         count = len(leaf)
-        positive = torch.arange(count, device=leaf.device) ^ 1
         for rows in _blocks(count, count):
             unit = functional.normalize(leaf, dim=1)
-            logits = unit[rows] @ unit.t() / _TEMPERATURE
-            everyone = torch.arange(count, device=leaf.device)
-            logits = logits.masked_fill(everyone[rows].unsqueeze(1) == everyone, -torch.inf)
-            (functional.cross_entropy(logits, positive[rows], reduction="sum") / count).backward()
+            (self._formula(unit[rows] @ unit.t(), rows.start) / count).backward()
         assert leaf.grad is not None
         return {"embeddings": leaf.grad}
 

@@ -11,11 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-import pytorch_metric_learning.losses as pml
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.contests import ArcFace, Clip, Contest, SigLip, TwoOfEachClass
+from benchmarks.gpu.contests import OF_PAIRS, ArcFace, Clip, Contest, SigLip, TwoOfEachClass
 from benchmarks.gpu.peers import NotInstalledError
 from benchmarks.memory import MIB
 from benchmarks.records import Row
@@ -41,8 +40,8 @@ def contests(device: str) -> Iterator[tuple[str, str, Callable[[], Contest]]]:
         yield "CLIP", f"{rows} x {width}", lambda rows=rows: Clip(rows, width, place)
     width = 16 if small else 512
     for rows in (64,) if small else (1024, 16_384, 65_536):
-        for name, loss in (("SupCon", pml.SupConLoss), ("NTXent", pml.NTXentLoss)):
-            yield name, f"{rows} x {width}", lambda loss=loss, rows=rows: TwoOfEachClass(loss, rows, width, place)
+        for name in OF_PAIRS:
+            yield name, f"{rows} x {width}", lambda name=name, rows=rows: TwoOfEachClass(name, rows, width, place)
     batch = 32 if small else 1024
     for classes in (100,) if small else (1_000_000, 3_000_000):
         yield (

@@ -110,11 +110,12 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
             is "tiled, symmetric" keeps up to 8 MiB of tiles until backward, which does not evaluate them again.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also support ``"ring"``.
         compile_tiles: How to compute the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets). ``"auto"``:
-            hand-written kernels for SupCon if every rank has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per
-            rank (not measured), otherwise torch's operators. False: torch's operators. True: ``torch.compile``. All ranks compile in the
-            first call. If this fails on any rank, all ranks compute eagerly and a warning is issued. With True, SupCon with 65,536 rows
-            took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with 1,024 rows (NVIDIA H200, torch 2.11,
-            float32).
+            hand-written kernels for SupCon, NTXent (if its reducer has no limits), MultiSimilarity and Contrastive losses if every rank
+            has an NVIDIA GPU and triton, and there are at least 2^24 pairs on average per rank (not measured), otherwise torch's
+            operators, also for TripletMargin, which sorts rows, and for reducers that collect statistics. False: torch's operators. True:
+            ``torch.compile``. All ranks compile in the first call. If this fails on any rank, all ranks compute eagerly and a warning is
+            issued. With True, SupCon with 65,536 rows took 344 ms and 769 MiB instead of 380 ms and 1,286 MiB, and 1.2 times as long with
+            1,024 rows (NVIDIA H200, torch 2.11, float32).
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
             ``"float32"``, ``"bf16"``, ``"bf16x2"``, ``"bf16x3"``, ``"bf16x6"`` or ``"auto"``. Everything that is not evaluated in tiles
             (such as few rows) is float32.
@@ -524,7 +525,7 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
 
     def _compiler_of_call(self, tiles: TiledPlan, call: PMLCall) -> TileCompiler | None:
         """Return what computes the tiles of a call, equal on all ranks, or None for torch's operators."""
-        all_serve = tiles.pair_loss.has_kernels and all(sent[-1] for sent in call.extras)
+        all_serve = tiles.has_kernels and all(sent[-1] for sent in call.extras)
         entries = call.total_rows * call.total_references // len(call.extras)
         return chosen(self._tile_compiler, all_serve, entries)
 

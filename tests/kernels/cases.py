@@ -19,8 +19,7 @@ from tests.doors import (
     clip_stats,
     clip_terms,
     siglip_tile,
-    supcon_grad,
-    supcon_rows,
+    tile_functions,
 )
 
 
@@ -84,15 +83,61 @@ def classes(rows: int, columns: int) -> Iterator[partial[Any]]:
         yield partial(class_terms, None, chunk.of_logits(), minus_lse, None, expanded, 0)
 
 
-def supcon(rows: int, columns: int) -> Iterator[partial[Any]]:
-    for own, number in ((0, 5), (None, 3)):
+def keys_of(rows: int, columns: int) -> Iterator[LabelKeys]:
+    """Pairs of one batch, of its last rows, and of two batches; without negatives, and without positives."""
+    for own, number in ((0, 5), (columns - rows, 3), (None, 3), (0, 1), (columns - rows, columns)):
+        first = 0 if own is None else own
         own_columns = None if own is None else torch.arange(own, own + rows).unsqueeze(1)
-        keys = LabelKeys(torch.arange(rows) % number, torch.arange(columns) % number, own_columns)
-        yield partial(supcon_rows, None, keys)
-        of_rows, of_columns = numbers(rows).unsqueeze(1) - 6, numbers(columns, 2) - 6
-        shares = numbers(rows, 3).unsqueeze(1), numbers(columns, 4)
-        yield partial(supcon_grad, None, keys, (of_rows, of_columns), shares)
-        yield partial(supcon_grad, None, keys, (of_rows,), shares[:1])
+        row_labels = torch.arange(first, first + rows) % number
+        yield LabelKeys(row_labels, torch.arange(columns) % number, own_columns)
+
+
+def terms(rows: int, columns: int, seed: int, offset: float = 0) -> tuple[Tensor, Tensor]:
+    """Numbers of rows and of columns."""
+    return numbers(rows, seed).unsqueeze(1) + offset, numbers(columns, seed + 1) + offset
+
+
+def supcon(rows: int, columns: int) -> Iterator[partial[Any]]:
+    softmaxes, shares = terms(rows, columns, 1, -6), terms(rows, columns, 3)
+    for keys in keys_of(rows, columns):
+        yield partial(tile_functions.supcon_rows, None, keys)
+        yield partial(tile_functions.supcon_grad, None, keys, softmaxes, shares)
+        yield partial(tile_functions.supcon_grad, None, keys, softmaxes[:1], shares[:1])
+
+
+def ntxent(rows: int, columns: int) -> Iterator[partial[Any]]:
+    softmaxes, counts = terms(rows, columns, 1, -6), terms(rows, columns, 3)
+    for keys in keys_of(rows, columns):
+        for tiny, lse in ((0.0, 1.0), (2.0**-40, 28.0)):
+            lses = terms(rows, columns, 5, lse)
+            yield partial(tile_functions.ntxent_rows, None, keys, None, tiny, False)
+            yield partial(tile_functions.ntxent_grad, None, keys, None, tiny, softmaxes, lses, counts)
+            yield partial(tile_functions.ntxent_grad, None, keys, None, tiny, softmaxes[:1], lses[:1])
+
+
+def multi_similarity(rows: int, columns: int) -> Iterator[partial[Any]]:
+    of_negatives, of_positives = terms(rows, columns, 1, -6), terms(rows, columns, 3, -2)
+    for keys in keys_of(rows, columns):
+        for base, ratio in ((0.5, -2.0), (-1.0, -0.25)):
+            yield partial(tile_functions.multi_similarity_rows, None, keys, base, ratio)
+            yield partial(tile_functions.multi_similarity_grad, None, keys, ratio, True, of_negatives, of_positives)
+            one_sided = of_negatives[:1], of_positives[:1]
+            yield partial(tile_functions.multi_similarity_grad, None, keys, ratio, False, *one_sided)
+
+
+def contrastive(rows: int, columns: int) -> Iterator[partial[Any]]:
+    near, far = terms(rows, columns, 1), terms(rows, columns, 3)
+    for keys in keys_of(rows, columns):
+        for margins, sign, limits in (
+            ((0, 1), 1.0, ((0.0, None), (0.0, None))),
+            ((0.75, -0.25), -1.0, (None, None)),
+            ((0.25, 0.75), 1.0, ((0.25, 1.0), (None, 0.75))),
+            ((0.25, 0.75), -1.0, ((-0.25, None), (0.25, None))),
+        ):
+            options = margins, sign, limits
+            yield partial(tile_functions.contrastive_rows, None, keys, *options, False)
+            yield partial(tile_functions.contrastive_grad, None, keys, *options, near, far)
+            yield partial(tile_functions.contrastive_grad, None, keys, *options, near[:1], far[:1])
 
 
 CASES: dict[str, Callable[[int, int], Iterator[partial[Any]]]] = {
@@ -100,4 +145,8 @@ CASES: dict[str, Callable[[int, int], Iterator[partial[Any]]]] = {
     "CLIP": clip,
     "classes": classes,
     "SupCon": supcon,
+    "NTXent": ntxent,
+    "MultiSimilarity": multi_similarity,
+    "Contrastive": contrastive,
 }
+PAIRS = "SupCon", "NTXent", "MultiSimilarity", "Contrastive"

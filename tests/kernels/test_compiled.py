@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.processes import run_python
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+KERNELS = "siglip_kernel", "softmax_stats_kernel", "softmax_terms_kernel", "pair_losses_kernel"
 PROGRAM = """
 import json, sys
 from tests.kernels.test_compiled import compiled
@@ -43,12 +44,20 @@ class _Recorder:
             value = given[name]
             if isinstance(value, Tensor):
                 signature[name] = f"*{self._type_of(name, value)}"
-                if name in ("products", "high", "low"):  # the others are not specialised (``element_kernels``)
+                if name in (
+                    "products",
+                    "high",
+                    "low",
+                    "near_grads",
+                    "far_grads",
+                ):  # the others are not specialised (``element_kernels``)
                     aligned[(place,)] = [["tt.divisibility", 16]]
             elif isinstance(value, int) and name.islower() and name != "column_stride":
                 signature[name] = "i32"
                 if name in ("columns", "row_stride") and value % 16 == 0:
                     aligned[(place,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float) and name.islower():
+                signature[name] = "fp32"
             else:
                 signature[name], values[name] = "constexpr", value
         source = ASTSource(self.kernel, signature, constexprs=values, attrs=aligned)
@@ -77,7 +86,7 @@ def compiled(products: str) -> dict[str, Any]:
     from tests.kernels.cases import CASES
 
     found: dict[str, Any] = {}
-    for name in ("siglip_kernel", "softmax_stats_kernel", "softmax_terms_kernel"):
+    for name in KERNELS:
         setattr(element_kernels, name, _Recorder(getattr(element_kernels, name), products, found))
     for calls in CASES.values():
         for call in calls(64, 256):
@@ -91,7 +100,7 @@ def test_kernels_compile_for_a_gpu(dtype: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
     kernels = {name.partition(" ")[0] for name in found}
-    assert kernels == {"siglip_kernel", "softmax_stats_kernel", "softmax_terms_kernel"}
+    assert kernels == {*KERNELS}
     for name, made in found.items():
         assert made["target"] == ["sm_90a"], name
         assert made["elf"] == b"\x7fELF".hex()

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+from pytorch_metric_learning.reducers import ClassWeightedReducer, PerAnchorReducer, ThresholdReducer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,8 +29,8 @@ from lightning_ddp_losses.losses import (
     tile_compiler,
     tower_tiles,
 )
-from tests.doors import choice, launches, split
-from tests.kernels.cases import CASES, supcon
+from tests.doors import LabelKeys, Tile, choice, evaluator, launches, split, tile_functions
+from tests.kernels.cases import CASES, PAIRS
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "triton reads it as it is imported: run `nox -s kernels`"
 
@@ -43,6 +44,8 @@ def products_of(rows: int, columns: int, dtype: torch.dtype, layout: str) -> Ten
     given = values.to(dtype)
     if layout == "transposed":
         return given.t().contiguous().t()
+    if layout == "ties":
+        return given.mul(4).round().div(4)
     if layout == "every second column":
         return torch.stack([given, given * 0 + torch.nan], 2).view(rows, -1)[:, ::2]
     return given
@@ -65,7 +68,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "every second column"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "every second column", "ties"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_is_its_function(name: str, dtype: torch.dtype, layout: str) -> None:
@@ -99,6 +102,41 @@ def in_float64(function: Callable[..., Any], products: Tensor, args: Sequence[An
         return function(products.double(), *wide)
 
 
+OF_PAIRS: dict[str, Callable[[], nn.Module]] = {
+    "SupCon": pml.SupConLoss,
+    "NTXent": pml.NTXentLoss,
+    "MultiSimilarity": partial(pml.MultiSimilarityLoss, distance=LpDistance()),
+    "Contrastive": pml.ContrastiveLoss,
+}
+
+
+def on_a_tile(name: str, products: Tensor, run: Callable[..., Any] | None) -> list[Tensor]:
+    """The numbers of a loss on the only tile of a batch, and the gradients that follow from them."""
+    loss, labels = OF_PAIRS[name](), torch.arange(len(products)) % 7
+    plan = evaluator.tiled_plan(loss)
+    assert plan is not None
+    pair_loss = plan.pair_loss(loss, plan.reductions, products, run)
+    tile = Tile(products, slice(0, len(products)), LabelKeys(labels, labels, torch.arange(len(products)).unsqueeze(1)))
+    numbers, grads = pair_loss.rows(tile, with_grads=pair_loss.grad_in_forward)
+    _, stats = pair_loss.finalize(numbers, labels)
+    pair_loss.prepare_backward(stats, stats, [products.new_ones(())] * len(pair_loss.sub_losses))
+    return [*numbers, *grads, pair_loss.grad(tile)]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of entries that do not count
+@pytest.mark.parametrize("size", [1e-30, 1.0, 300.0, 3e4])
+@pytest.mark.parametrize("name", PAIRS)
+def test_entries_of_any_size(name: str, size: float) -> None:
+    """No exponential overflows, and what is rounded is an exponent of that size."""
+    products = products_of(130, 130, torch.float32, "")
+    products = (products + products.T) * size
+    found = on_a_tile(name, products, lambda function, *args: launches.LAUNCHES[function.__name__](*args))
+    expected = on_a_tile(name, products.double(), None)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert bool(ours.isfinite().all())
+        assert difference(ours.double(), theirs) < 1e-6 * max(size, 1)
+
+
 def test_two_runs_are_equal_bit_by_bit() -> None:
     for name, calls in CASES.items():
         for call in calls(130, 257):
@@ -115,19 +153,29 @@ def test_what_is_no_number_is_not_lost() -> None:
             products = products_of(65, 127, torch.float32, "")
             products[3, 70] = torch.nan
             found = flat(launches.LAUNCHES[call.func.__name__](products, *call.args[1:]))
-            assert any(bool(each.isnan().any()) for each in found), f"{name}: {call.func.__name__}"
+            is_found = any(bool(each.isnan().any()) for each in found)
+            # the gradient of a margin is 0 there, as torch's operators have it, and the sum of the row is no number
+            assert is_found != (call.func is tile_functions.contrastive_grad), f"{name}: {call.func.__name__}"
 
 
 def test_a_matrix_stays_that_a_distance_needs_beside_its_gradient() -> None:
     products = products_of(65, 127, torch.float32, "")
-    for call in supcon(65, 127):
-        before = products.clone()
-        launches.LAUNCHES[call.func.__name__](products, *call.args[1:])
-        assert torch.equal(products, before)
+    for name in PAIRS:
+        for call in CASES[name](65, 127):
+            before = products.clone()
+            launches.LAUNCHES[call.func.__name__](products, *call.args[1:])
+            assert torch.equal(products, before)
 
 
 # ---------------------------------------------------------------------- losses as they are called
 
+
+def in_rows(loss: Callable[..., nn.Module], **inner: Any) -> Callable[..., nn.Module]:
+    return lambda **options: GlobalBatchLoss(loss(**inner), mode="rows", **options)
+
+
+OF_BOTH_SIGNS = torch.tensor([1.0, -0.5, 2.0, 0.0, 0.25, -1.0, 3.0])
+RAW = DotProductSimilarity(normalize_embeddings=False)
 LOSSES: dict[str, Callable[..., nn.Module]] = {
     "CLIP": ClipLoss,
     "CLIP, smoothed, small tiles": partial(ClipLoss, label_smoothing=0.1, tile_bytes=2048),
@@ -138,10 +186,28 @@ LOSSES: dict[str, Callable[..., nn.Module]] = {
     "NormalizedSoftmax, chunks": lambda **options: ClassShardedLoss(
         pml.NormalizedSoftmaxLoss(50, 8), chunk_size=7, **options
     ),
-    "SupCon": lambda **options: GlobalBatchLoss(pml.SupConLoss(), mode="rows", **options),
-    "SupCon, Euclidean, tiles": lambda **options: GlobalBatchLoss(
-        pml.SupConLoss(distance=LpDistance()), mode="rows", tile_bytes=999, **options
+    "SupCon": in_rows(pml.SupConLoss),
+    "SupCon, Euclidean, tiles": partial(in_rows(pml.SupConLoss, distance=LpDistance()), tile_bytes=999),
+    "SupCon, references": in_rows(pml.SupConLoss),
+    "NTXent": in_rows(pml.NTXentLoss),
+    "NTXent, tiles": partial(in_rows(pml.NTXentLoss), tile_bytes=999),
+    "NTXent, ratios as small as the number that is added": in_rows(pml.NTXentLoss, temperature=0.15, distance=RAW),
+    "NTXent, anchors": in_rows(pml.NTXentLoss, reducer=PerAnchorReducer()),
+    "NTXent, weights of both signs": in_rows(pml.NTXentLoss, reducer=ClassWeightedReducer(OF_BOTH_SIGNS)),
+    "NTXent, references": in_rows(pml.NTXentLoss),
+    "MultiSimilarity": in_rows(pml.MultiSimilarityLoss),
+    "MultiSimilarity, Euclidean, tiles": partial(
+        in_rows(pml.MultiSimilarityLoss, distance=LpDistance()), tile_bytes=999
     ),
+    "MultiSimilarity, references": in_rows(pml.MultiSimilarityLoss),
+    "Contrastive": in_rows(pml.ContrastiveLoss),
+    "Contrastive, similarities, tiles": partial(
+        in_rows(pml.ContrastiveLoss, pos_margin=0.9, neg_margin=0.1, distance=CosineSimilarity()), tile_bytes=999
+    ),
+    "Contrastive, limits": in_rows(pml.ContrastiveLoss, reducer=ThresholdReducer(low=0.1, high=0.7)),
+    "Contrastive, anchors": in_rows(pml.ContrastiveLoss, reducer=PerAnchorReducer()),
+    "Contrastive, weights of both signs": in_rows(pml.ContrastiveLoss, reducer=ClassWeightedReducer(OF_BOTH_SIGNS)),
+    "Contrastive, references": in_rows(pml.ContrastiveLoss),
 }
 
 
@@ -155,7 +221,12 @@ def test_a_loss_with_kernels_is_itself(name: str, dtype: torch.dtype) -> None:
         loss = LOSSES[name](compile_tiles=option)
         leaf, other = torch.randn(2, 37, 8).to(dtype)
         leaf.requires_grad_()
-        arguments = (leaf, other if isinstance(loss, ClipLoss | SigLipLoss) else torch.arange(37) % 7)
+        labels = torch.arange(37) % 7
+        arguments: tuple[Any, ...] = leaf, labels
+        if isinstance(loss, ClipLoss | SigLipLoss):
+            arguments = leaf, other
+        elif "references" in name:
+            arguments = leaf, labels, None, other, labels.flip(0)
         with (
             warnings.catch_warnings(),
             mock.patch.object(choice, "have_kernels", return_value=True),
@@ -164,6 +235,8 @@ def test_a_loss_with_kernels_is_itself(name: str, dtype: torch.dtype) -> None:
             mock.patch.object(tile_compiler, "_HOST_TILE", (16, 32)),
         ):
             warnings.simplefilter("error")  # a kernel that fails would be said
+            # of entries that do not count
+            warnings.filterwarnings("ignore", "overflow encountered in exp", RuntimeWarning)
             value = loss(*arguments)
             value.backward()
         found.append([value.detach(), leaf.grad, *(each.grad for each in loss.parameters())])

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
@@ -31,20 +32,28 @@ MAKE: dict[str, Callable[..., nn.Module]] = {
     "SigLIP": SigLipLoss,
     "ArcFace": lambda **options: ClassShardedLoss(pml.ArcFaceLoss(8, 4), **options),
     "SupCon": lambda **options: GlobalBatchLoss(pml.SupConLoss(), mode="rows", **options),
+    "NTXent": lambda **options: GlobalBatchLoss(pml.NTXentLoss(), mode="rows", **options),
+    "MultiSimilarity": lambda **options: GlobalBatchLoss(pml.MultiSimilarityLoss(), mode="rows", **options),
+    "Contrastive": lambda **options: GlobalBatchLoss(pml.ContrastiveLoss(), mode="rows", **options),
 }
 FUNCTIONS = {
     "CLIP": ["clip_stats", "clip_terms"],
     "SigLIP": ["siglip_tile"],
     "ArcFace": ["class_stats", "class_terms"],
     "SupCon": ["supcon_rows", "supcon_grad"],
+    "NTXent": ["ntxent_rows", "ntxent_grad"],
+    "MultiSimilarity": ["multi_similarity_rows", "multi_similarity_grad"],
+    "Contrastive": ["contrastive_rows", "contrastive_grad"],
 }
+# forward finds the gradient of a margin
+IN_A_CALL = FUNCTIONS | {"Contrastive": ["contrastive_rows"]}
 
 
 def multiply_(result: Any, factor: float) -> None:
     """Multiply all tensors of a result."""
     if isinstance(result, Tensor):
         result.mul_(factor)
-    for part in result if isinstance(result, tuple) else ():
+    for part in result if isinstance(result, tuple | list) else ():
         multiply_(part, factor)
 
 
@@ -175,7 +184,7 @@ def with_kernels_on(name: str, world_size: int) -> dict[str, Any]:
 def test_kernels_compute_every_tile(pool: RankPool, name: str, world_size: int) -> None:
     for rank in pool.run(world_size, with_kernels_on, name, world_size):
         # once on the tile that all ranks try, then in each call
-        assert rank["asked"] == FUNCTIONS[name] * 3
+        assert rank["asked"] == FUNCTIONS[name] + IN_A_CALL[name] * 2
         for found, eager in zip(rank["found"], rank["eager"], strict=True):
             torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-6)
 
@@ -188,7 +197,8 @@ def uneven(name: str, sizes: list[int], fewest: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "products"), [("CLIP", 12 * 12), ("SigLIP", 12 * 12), ("ArcFace", 12 * 8), ("SupCon", 12 * 12)]
+    ("name", "products"),
+    [("CLIP", 12 * 12), ("SigLIP", 12 * 12), ("ArcFace", 12 * 8), ("SupCon", 12 * 12), ("NTXent", 12 * 12)],
 )
 def test_ranks_of_other_sizes_choose_the_same(pool: RankPool, name: str, products: int) -> None:
     """The mean over ranks decides: a rank with a row or none would not take kernels alone, and its peer would."""
@@ -199,6 +209,45 @@ def test_ranks_of_other_sizes_choose_the_same(pool: RankPool, name: str, product
     ):
         first, second = pool.run(2, uneven, name, sizes, fewest)
         assert bool(first) == bool(second) == expected
+
+
+class Mined(nn.Module):
+    """A loss of the pairs that a miner selects on this rank."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.loss, self.miner = MAKE["MultiSimilarity"](**options), miners.MultiSimilarityMiner()
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        value: Tensor = self.loss(embeddings, labels, self.miner(embeddings, labels))
+        return value
+
+
+def with_reducer(loss: type[nn.Module], reducer: nn.Module) -> Callable[..., nn.Module]:
+    return lambda **options: GlobalBatchLoss(loss(reducer=reducer), mode="rows", **options)
+
+
+WITHOUT: dict[str, Callable[..., nn.Module]] = {
+    "NTXent between limits": with_reducer(pml.NTXentLoss, reducers.ThresholdReducer(high=2.0)),
+    "NTXent above 0": with_reducer(pml.NTXentLoss, reducers.AvgNonZeroReducer()),
+    "numbers are recorded": with_reducer(pml.ContrastiveLoss, reducers.MeanReducer(collect_stats=True)),
+    "pairs of a miner": Mined,
+    "sorted rows": with_reducer(pml.TripletMarginLoss, reducers.MeanReducer()),
+}
+
+
+def without_kernels(name: str) -> dict[str, Any]:
+    with warnings.catch_warnings(), with_kernels() as fake:
+        warnings.simplefilter("error")
+        found = numbers_of(WITHOUT[name]())
+    return {"asked": fake.asked, "found": found, "eager": numbers_of(WITHOUT[name](compile_tiles=False))}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_what_kernels_do_not_compute_is_as_without(pool: RankPool, name: str) -> None:
+    for rank in pool.run(2, without_kernels, name):
+        assert not rank["asked"]
+        torch.testing.assert_close(rank["found"], rank["eager"], rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------------- ranks that differ
@@ -324,7 +373,7 @@ def test_where_a_kernel_fails_later_all_are_eager_from_the_next_call_on(pool: Ra
     assert "on all ranks from the next call on: RuntimeError: no kernel here" in said
     assert not first["said"]
     number = len(FUNCTIONS[name])
-    assert first["asked"] == [2 * number, 0, 0]
+    assert first["asked"] == [number + len(IN_A_CALL[name]), 0, 0]
     assert second["asked"] == [number + 1, 0, 0]
     for rank in (first, second):
         torch.testing.assert_close(rank["found"], rank["eager"], rtol=1e-5, atol=1e-6)

@@ -297,6 +297,16 @@ def labelled_rows(count: int, width: int) -> tuple[Tensor, Tensor]:
     return rows.bfloat16(), torch.arange(count) // 2
 
 
+def one_tower_in_tiles(loss: Callable[..., nn.Module], products: int, passes: int, entry_bytes: float) -> Passes:
+    """The most that 2,048 rows may cost, two of each class, in 16 tiles."""
+    count = 2048
+
+    def made() -> nn.Module:
+        return GlobalBatchLoss(loss(), mode="rows", tile_bytes=count**2 * 4 // 16)
+
+    return Passes(made, partial(labelled_rows, count, 48), count**2, 16, products, passes, entry_bytes)
+
+
 def arcface_in_chunks(chunks: int, products: int, passes: int, entry_bytes: float) -> Passes:
     """The most that 512 rows may cost against 8,192 classes."""
 
@@ -311,15 +321,11 @@ PASSES: dict[str, Passes] = {
     "SigLIP": towers_in_tiles(SigLipLoss, 3, 9, 62.5, torch.bfloat16, copies=4.6),
     "SigLIP, float32 rows": towers_in_tiles(SigLipLoss, 3, 5, 32.9, torch.float32),
     "CLIP": towers_in_tiles(ClipLoss, 4, 20, 146.5, torch.bfloat16, copies=4.6),
-    "SupCon": Passes(
-        lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows", tile_bytes=2048**2 * 4 // 16),
-        partial(labelled_rows, 2048, 48),
-        2048**2,
-        16,
-        3,
-        20,
-        127.3,
-    ),
+    "SupCon": one_tower_in_tiles(pml.SupConLoss, 3, 20, 127.3),
+    "NTXent": one_tower_in_tiles(pml.NTXentLoss, 3, 29, 205.4),
+    "MultiSimilarity": one_tower_in_tiles(pml.MultiSimilarityLoss, 3, 26, 184.4),
+    # forward finds a gradient of positives and one of negatives
+    "Contrastive": one_tower_in_tiles(pml.ContrastiveLoss, 3, 19, 139.1),
     "ArcFace": arcface_in_chunks(16, 4, 15, 102.2),
     "ArcFace, one chunk": arcface_in_chunks(1, 3, 12, 86.1),
 }

@@ -33,7 +33,8 @@ def test_times_in_small_sizes() -> None:
     before = records.read("gpu")
     code, said = command(TIMES, "--device", "cpu")
     assert code == 0, said
-    for expected in ("not recorded", "SigLIP", "SupCon", "ArcFace", "torch, float32", "products='auto'"):
+    losses = "SigLIP", "CLIP", "SupCon", "NTXent", "MultiSimilarity", "Contrastive", "ArcFace"
+    for expected in ("not recorded", *losses, "torch, float32", "products='auto'"):
         assert expected in said
     assert "WRONG" not in said
     assert records.read("gpu") == before

@@ -1,7 +1,8 @@
 """Functions of tiles that launch a kernel instead of many operators, with the arguments and results of the function of the same name.
 
 A kernel writes only after all memory that the function returns has been allocated. If it cannot be compiled or launched, nothing was
-written, and the function of the same name can still be called (``KernelError``). After a kernel, only operators of torch are launched.
+written, and the function of the same name can still be called (``KernelError``). After a kernel, only operators of torch are launched, or
+a second kernel, of which neither writes to the products.
 
 Legend: ``T`` rows and ``C`` columns of a tile, ``k`` blocks of rows or of columns.
 """
@@ -9,6 +10,7 @@ Legend: ``T`` rows and ``C`` columns of a tile, ``k`` blocks of rows or of colum
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,12 +70,10 @@ def _of_classes(chunk: Any) -> Arguments:
     return {"of_rows": chunk.of_rows, "of_columns": chunk.of_columns, "plus": chunk.log_weight} | targets
 
 
-def _of_labels(matrix: Tensor, keys: Any, own: str) -> Arguments:
-    """Return the labels of a matrix, and where the rows themselves are, which are treated as ``own``: nowhere in another batch."""
+def _of_labels(matrix: Tensor, keys: Any) -> Arguments:
+    """Return the labels of a matrix, and where the rows themselves are: in another batch, behind the last column."""
     labels = {"row_labels": keys.row_labels, "column_labels": keys.column_labels}
-    if keys.own_columns is None:
-        return labels | {"own": matrix.shape[1], "OWN": "none"}
-    return labels | {"own_columns": keys.own_columns, "OWN": own}
+    return labels | {"own": matrix.shape[1], "own_columns": keys.own_columns}
 
 
 def _launch(kernel: Any, products: Tensor, *given: Arguments, **further: Any) -> None:
@@ -192,8 +192,7 @@ def class_terms(
 def supcon_rows(matrix: Tensor, keys: Any) -> tuple[Tensor, ...]:
     """Launch ``tile_functions.supcon_rows``."""
     stats = _of_rows(matrix, "row_maxima", "row_sums", "positive_sums", "positive_counts")
-    of_labels = _of_labels(matrix, keys, "lowest")
-    _launch(element_kernels.softmax_stats_kernel, matrix, of_labels, stats, LOWEST=torch.finfo(matrix.dtype).min)
+    _launch_stats(matrix, keys, stats, OWN="lowest")
     maxima, sums, positive_sums, counts = stats.values()
     maximum = maxima.amax(0)
     # a block's sum of positives is relative to its own maximum
@@ -202,17 +201,114 @@ def supcon_rows(matrix: Tensor, keys: Any) -> tuple[Tensor, ...]:
     return maximum, sums.mul_(shift.exp_()).sum(0), total, counts.sum(0)
 
 
+def ntxent_rows(matrix: Tensor, keys: Any, _limits: None, tiny: float, _records: bool) -> tuple[Tensor, ...]:
+    """Launch ``tile_functions.ntxent_rows``, without limits (``PairLoss.has_kernels``)."""
+    stats, sums = (
+        _of_rows(matrix, "row_maxima", "row_sums"),
+        _of_rows(matrix, "near_pulls", "near_sums", "near_numbers"),
+    )
+    _launch_stats(matrix, keys, stats, OWN="same")
+    of_negatives = LogSumExp.merged(*stats.values())
+    lse = of_negatives.maximum + of_negatives.above_maximum()
+    given = {"row_lse": lse, "log_tiny": _log(tiny)}
+    _launch(element_kernels.pair_losses_kernel, matrix, _of_labels(matrix, keys), given, sums)
+    return lse, *(each.sum(0) for each in sums.values())
+
+
+def multi_similarity_rows(matrix: Tensor, keys: Any, base: float, ratio: float) -> tuple[Tensor, ...]:
+    """Launch ``tile_functions.multi_similarity_rows``, with the constant 1 of the formula."""
+    stats = _of_rows(matrix, "row_maxima", "row_sums", "positive_maxima", "positive_sums")
+    _launch_stats(matrix, keys, stats, OWN="same", base=float(base), ratio=ratio)
+    row_maxima, row_sums, positive_maxima, positive_sums = stats.values()
+    return *_with_one(row_maxima, row_sums, base), *_with_one(positive_maxima, positive_sums, 0)
+
+
+def _launch_stats(matrix: Tensor, keys: Any, stats: Arguments, **further: Any) -> None:
+    """Launch the kernel of maxima and sums of exponentials on a matrix of labelled pairs."""
+    lowest = torch.finfo(matrix.dtype).min
+    _launch(element_kernels.softmax_stats_kernel, matrix, _of_labels(matrix, keys), stats, further, LOWEST=lowest)
+
+
+def _with_one(maxima: Tensor, sums: Tensor, entry: float) -> tuple[Tensor, Tensor]:
+    """Return the maximum of k parts (k, T) and a further entry, and the softmax of the maximum."""
+    maximum = maxima.amax(0).clamp_min_(entry)
+    total = (sums * torch.exp(maxima - maximum)).sum(0)
+    return maximum, total.add_(torch.exp(entry - maximum)).reciprocal_()
+
+
+def _log(tiny: float) -> float | None:
+    """Return the logarithm of the number that PML adds to a ratio, or None if it has no effect."""
+    return math.log(tiny) if tiny else None
+
+
 def supcon_grad(matrix: Tensor, keys: Any, softmaxes: Any, shares: Any) -> Tensor:
-    """Launch ``tile_functions.supcon_grad``. The matrix is not overwritten, because some distances need it in addition to its gradient."""
-    grad = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    of_softmaxes = dict(zip(("row_lse", "column_lse"), softmaxes, strict=False))
-    of_shares = dict(zip(("row_shares", "column_shares"), shares, strict=False))
-    of_grad = {"SIGN": -1, "high": grad, "TERMS": 1}
-    of_labels = _of_labels(matrix, keys, "zero")
-    _launch(element_kernels.softmax_terms_kernel, matrix, of_labels, of_softmaxes, of_shares, of_grad)
+    """Launch ``tile_functions.supcon_grad``."""
+    return _pair_grad(matrix, keys, softmaxes, shares)
+
+
+def ntxent_grad(
+    matrix: Tensor, keys: Any, _limits: None, tiny: float, softmaxes: Any, lses: Any, *counts: Any
+) -> Tensor:
+    """Launch ``tile_functions.ntxent_grad``, without limits."""
+    return _pair_grad(matrix, keys, softmaxes, lses, *counts, PULLS="ntxent", log_tiny=_log(tiny))
+
+
+def multi_similarity_grad(
+    matrix: Tensor, keys: Any, ratio: float, _may_overflow: bool, of_negatives: Any, of_positives: Any
+) -> Tensor:
+    """Launch ``tile_functions.multi_similarity_grad``."""
+    return _pair_grad(matrix, keys, of_negatives, of_positives, PULLS="softmax", ratio=ratio)
+
+
+def _pair_grad(matrix: Tensor, keys: Any, softmaxes: Any, shares: Any, counts: Any = (), **pulls: Any) -> Tensor:
+    """Return the gradient of a tile. The matrix is not overwritten, because some distances need it in addition to its gradient."""
+    grad = _empty_like(matrix)
+    given: Arguments = {"OWN": "zero", "SIGN": -1, "high": grad, "TERMS": 1}
+    for name, term in (("lse", softmaxes), ("shares", shares), ("counts", counts)):
+        given |= dict(zip((f"row_{name}", f"column_{name}"), term, strict=False))
+    _launch(element_kernels.softmax_terms_kernel, matrix, _of_labels(matrix, keys), given, pulls)
     return grad
 
 
-_FUNCTIONS = siglip_tile, clip_stats, clip_terms, class_stats, class_terms, supcon_rows, supcon_grad
-LAUNCHES: dict[str, Callable[..., Any]] = {launch.__name__: launch for launch in _FUNCTIONS}
+def _empty_like(matrix: Tensor) -> Tensor:
+    return torch.empty_like(matrix, memory_format=torch.contiguous_format)
+
+
+def contrastive_rows(
+    matrix: Tensor, keys: Any, margins: Any, sign: float, limits: Any, _records: bool
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Launch ``tile_functions.contrastive_rows``, without counts that are only recorded."""
+    sums = _of_rows(matrix, "near_sums", "near_numbers", "far_sums", "far_numbers")
+    grads = {"near_grads": _empty_like(matrix), "far_grads": _empty_like(matrix)}
+    _launch_margins(matrix, keys, margins, sign, limits, sums | grads)
+    return tuple(each.sum(0) for each in sums.values()), [*grads.values()]
+
+
+def contrastive_grad(matrix: Tensor, keys: Any, margins: Any, sign: float, limits: Any, near: Any, far: Any) -> Tensor:
+    """Launch ``tile_functions.contrastive_grad``."""
+    grad = _empty_like(matrix)
+    given: Arguments = {"near_grads": grad}
+    for name, term in (("near", near), ("far", far)):
+        given |= dict(zip((f"{name}_of_rows", f"{name}_of_columns"), term, strict=False))
+    _launch_margins(matrix, keys, margins, sign, limits, given)
+    return grad
+
+
+def _launch_margins(matrix: Tensor, keys: Any, margins: Any, sign: float, limits: Any, further: Arguments) -> None:
+    """Launch the kernel of losses of single pairs for two margins, whose reducers have limits."""
+    given: Arguments = {"SIGN": int(sign)}
+    for name, margin, bounds in zip(("near", "far"), margins, limits, strict=True):
+        given[name] = float(margin)
+        for bound, value in zip(("low", "high"), bounds or (None, None), strict=True):
+            given[f"{name}_{bound}"] = None if value is None else float(value)
+    _launch(element_kernels.pair_losses_kernel, matrix, _of_labels(matrix, keys), given, further)
+
+
+_OF_TOWERS = siglip_tile, clip_stats, clip_terms
+_OF_CLASSES = class_stats, class_terms
+_OF_ROWS = supcon_rows, ntxent_rows, multi_similarity_rows, contrastive_rows
+_OF_PAIRS = supcon_grad, ntxent_grad, multi_similarity_grad, contrastive_grad
+LAUNCHES: dict[str, Callable[..., Any]] = {
+    launch.__name__: launch for launch in (*_OF_TOWERS, *_OF_CLASSES, *_OF_ROWS, *_OF_PAIRS)
+}
 """By the name of the function whose place it takes."""

@@ -78,6 +78,7 @@ class TiledPlan:
         reductions: One per sub-loss.
         symmetric: True if, between rows of one batch, the gradient of transposed entries can be computed without other ranks' gradients.
         supports_whole: True if the loss can be evaluated without reading on the host which pairs exist.
+        has_kernels: True if hand-written kernels implement the loss.
         compares_triplets: True if the loss compares triplets, which a miner may select.
         is_product: True if the distance is a single product of rows with rows.
     """
@@ -86,6 +87,7 @@ class TiledPlan:
     reductions: tuple[Reduction, ...]
     symmetric: bool
     supports_whole: bool
+    has_kernels: bool
     compares_triplets: bool
     is_product: bool
 
@@ -104,9 +106,9 @@ def tiled_plan(loss: Any) -> TiledPlan | None:
     if len(reductions) < len(found) or not pair_loss.supports(loss, reductions):
         return None
     symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
-    whole = pair_loss.supports_whole(loss, reductions)
+    whole, has_kernels = pair_loss.supports_whole(loss, reductions), pair_loss.has_kernels(reductions)
     triplets, is_product = facts_of(loss).compares_triplets, is_one_product(loss.distance)
-    return TiledPlan(pair_loss, reductions, symmetric, whole, triplets, is_product)
+    return TiledPlan(pair_loss, reductions, symmetric, whole, has_kernels, triplets, is_product)
 
 
 # ---------------------------------------------------------------------- one call

@@ -58,7 +58,6 @@ class PairLoss:
         recorded: How many additional numbers there are if reducers record counts.
         symmetric: True if gradients of transposed entries follow from the statistics, and rows and columns have the same formula.
         needs_both_kinds: True if PML returns zero when there are no positives or no negatives.
-        has_kernels: True if ``kernels.launches`` implements its functions.
         counts_pairs_once: True if a pair counts once, however often a miner selects it.
         width: k.
         scale: Factor of the distances in the tiles' matrix.
@@ -75,7 +74,6 @@ class PairLoss:
     recorded: ClassVar[int] = 0
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
-    has_kernels: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
     grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
@@ -106,6 +104,11 @@ class PairLoss:
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         """Return whether the loss, with its configuration and reducers, can be evaluated without reading pairs on the host."""
+        return True
+
+    @classmethod
+    def has_kernels(cls, reductions: Sequence[Reduction]) -> bool:
+        """Return whether ``kernels.launches`` implements the functions, with these reducers."""
         return True
 
     def nothing(self, rows: int) -> formulas.Numbers:
@@ -286,6 +289,11 @@ class NTXent(SoftmaxPairLoss):
         self.grad_options = limits_of(reductions[0]), self._tiny_that_counts()
         self.row_options = (*self.grad_options, self.records)
 
+    @classmethod
+    def has_kernels(cls, reductions: Sequence[Reduction]) -> bool:
+        # rounding decides whether a loss passes a limit, so that a kernel would not have the same numbers
+        return limits_of(reductions[0]) is None
+
     def of_negatives(self, lse: Tensor) -> formulas.Numbers:
         return (lse,)
 
@@ -329,7 +337,6 @@ class SupCon(SoftmaxPairLoss):
     Statistics of a row: l, the count of the row, and the count divided by the row's number of positives.
     """
 
-    has_kernels = True
     counts_pairs_once = True
     needs_both_kinds = True
     rows_of = staticmethod(formulas.supcon_rows)
@@ -494,6 +501,11 @@ class TripletMargin(PairLoss):
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         # otherwise positives are processed one at a time, and the host must read how many there are
         return _can_sort(loss, reductions)
+
+    @classmethod
+    def has_kernels(cls, reductions: Sequence[Reduction]) -> bool:
+        # rows are sorted
+        return False
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grad = self._triplets(tile)
