@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "inside": refused(lambda: squared() + tm.SpearmanCorrCoef(), "SpearmanCorrCoef"),
     "random": refused(lambda: BootStrapper(squared()), "BootStrapper", "forward"),
     "own forward": refused(OwnForward, "OwnForward", "the forward of OwnForward"),
-    "compute_on_cpu": refused(on_cpu, "compute_on_cpu", "MeanSquaredError"),
+    "compute_on_cpu": refused(on_cpu, "MeanSquaredError", "compute_on_cpu"),
     "dist_sync_fn": refused(partial(squared, dist_sync_fn=print), "dist_sync_fn", "process_group="),
     "a loss": refused(nn.MSELoss, "MSELoss"),
     "gather": refused(squared, "gather", gather="rows"),
