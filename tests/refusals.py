@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from lightning_ddp_losses.testing import RankError, RankPool
 
+# a call in one process, and words of its error in their order
+Mistake = tuple[Callable[[], object], str | tuple[str, ...]]
+
 
 class Refused(NamedTuple):
     """A row of a table.
@@ -104,10 +107,8 @@ def refusals(module: str, table: str) -> Callable[..., None]:
     return test
 
 
-def refusals_of_one_process(
-    table: dict[str, tuple[Callable[[], object], str | tuple[str, ...]]], *kinds: type[Exception]
-) -> Callable[..., None]:
-    """A test of each row of a table of calls without arguments, and words of the errors in their order."""
+def refusals_of_one_process(table: Mapping[str, Mistake], *kinds: type[Exception]) -> Callable[..., None]:
+    """A test of each row of a table: its call raises an error of these classes."""
 
     @pytest.mark.parametrize("name", table)
     def test(name: str) -> None:

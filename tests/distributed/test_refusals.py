@@ -20,7 +20,7 @@ from lightning_ddp_losses.sharding import ClassShard
 from tests.distributed.test_backward_exchange import EXCHANGING, SILENT, of_a_rank, two_losses
 from tests.distributed.test_handshake import overtake, send_much
 from tests.doors import handshake, messages
-from tests.refusals import Refused, refusals, refusals_of_one_process
+from tests.refusals import Mistake, Refused, refusals, refusals_of_one_process
 
 RANKS = ("rank 0", "rank 1", "rank 2")
 
@@ -328,7 +328,7 @@ GROUPS: dict[str, Refused] = {
 }
 test_groups = refusals(__name__, "GROUPS")
 
-BOUNDS: dict[str, tuple[Callable[[], object], str]] = {
+BOUNDS: dict[str, Mistake] = {
     str(bounds): (partial(ClassShard, *bounds), "expected 0 <= start <= stop <= num_classes")
     for bounds in ((-1, 2, 3), (2, 1, 3), (0, 4, 3), (4, 4, 3))
 }
