@@ -22,7 +22,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.fits import grads_of
 from tests.oracle import Encoder, Task, assert_close, batches, cuts, graded
-from tests.refusals import refusals_of_one_process
+from tests.refusals import Mistake, refusals_of_one_process
 
 TASK = Task(rows=12)
 
@@ -288,7 +288,7 @@ def with_norm(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(TASK.features, 4), *layers).double()
 
 
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
+BAD: dict[str, Mistake] = {
     "chunk 0": (lambda: microbatched(encoder(), 0), "chunk_size"),
     "chunk of a fraction": (lambda: microbatched(encoder(), 2.5), "chunk_size"),  # type: ignore[arg-type]
     "no module": (lambda: microbatched(objective, 2), "encoder"),  # type: ignore[arg-type]

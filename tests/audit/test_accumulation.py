@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatchLoss, audit
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, audit
 from tests.audit.modules import Module, even, uneven
 
 UNEVEN = [2, 3, 7, 4, 1, 2, 5, 3]  # rows of (micro-batch, rank): 5, 11, 3, 8 rows in a micro-batch
@@ -67,8 +67,3 @@ def test_windows_that_a_callback_schedules() -> None:
 
 def test_steps_of_one_batch_say_nothing() -> None:
     assert run(even(4), "ddp_losses", steps=1, accumulate_grad_batches=1).accumulation is None
-
-
-def test_windows_cannot_be_divided_evenly() -> None:
-    with pytest.raises(ConfigurationError, match="accumulation='mean', whose micro-batches"):
-        audit(Module(), even(), strategy=DDPLossStrategy(accumulation="window"), without=("uneven",))

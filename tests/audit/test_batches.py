@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_ddp_losses.audit import replay
-from lightning_ddp_losses.errors import InputError
 from tests.doors import inputs
 
 Pair = namedtuple("Pair", "x y")
@@ -91,19 +90,6 @@ def test_rows_of_two_ranks_are_exchanged_loader_by_loader() -> None:
     exchanged = replay.join_batches([{"large": one(4, 0.0), "small": None}] * 2, [[4, None]] * 2, replay.exchanged_rows)
     assert exchanged["large"]["x"].tolist() == [0, 1, 2, 3]
     assert exchanged["small"] is None
-
-
-def test_what_is_rows_on_no_reading_is_named() -> None:
-    parts = [{"a": [torch.zeros(2), {"b": torch.zeros(n, 3)}]} for n in (5, 6)]
-    with pytest.raises(InputError, match=r"batch\['a'\]\[1\]\['b'\]") as caught:
-        replay.join_batches(parts, [2, 2])
-    assert "rank 1: (6, 3)" in str(caught.value)
-
-
-def test_nested_tensors_are_named() -> None:
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    with pytest.raises(InputError, match="nested"):
-        replay.join_batches([{"a": nested}] * 2, [2, 2])
 
 
 def test_stored_batches_come_back_and_have_a_digest(tmp_path: Path) -> None:

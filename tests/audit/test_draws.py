@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import (
-    AuditError,
-    ConfigurationError,
     DDPLossStrategy,
     audit,
     global_randomness,
@@ -229,30 +227,6 @@ def test_what_cannot_be_drawn_so_is_the_reason_why_nobody_can_tell(name: str) ->
     assert (found.fault, found.severity) == ("F72", "unclear")
     for text in texts:
         assert text in found.evidence
-
-
-def test_what_was_asked_for_and_cannot_be_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"randperm .* at modules.py:[\s\S]*order of rows"):
-        audit(m.Permuted(), even(), strategy="ddp", steps=1, randomness="global")
-    with pytest.raises(ConfigurationError, match=r"randperm"):
-        audit(m.Permuted(), even(), strategy=STEP_STRATEGY, steps=1)
-
-    def other_draws(model: nn.Module, x: Tensor) -> Tensor:
-        if dist.is_initialized() and dist.get_rank() == 1:
-            torch.rand_like(x)
-        return step(model, x)
-
-    with pytest.raises(AuditError, match="draw 1 of the step"):
-        parity(lambda: make("mc dropout"), other_draws, batches([ROWS]), randomness="global")
-
-
-def test_options_that_contradict_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="randomness='global'"):
-        audit(m.Dropout(), even(), without=("randomness",))
-    with pytest.raises(ConfigurationError, match="what the strategy does"):
-        audit(m.Dropout(), even(), strategy=STEP_STRATEGY, randomness="rank")
-    with pytest.raises(ConfigurationError, match="randomness"):
-        parity(lambda: make("gan"), step, batches([ROWS]), randomness="all")  # type: ignore[arg-type]
 
 
 def test_a_block_of_the_user_is_a_part_of_the_step() -> None:

@@ -20,7 +20,6 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
 from tests.doors import process_groups
 from tests.oracle import assert_close, normal
-from tests.refusals import assert_same_error
 
 ROWS, DIM, CLASSES = 4, 6, 5
 Make = Callable[[], Callable[[Tensor, Tensor], Tensor]]
@@ -97,18 +96,6 @@ def two_losses(kind: str, reverse_on: int | None, large: bool) -> list[Tensor]:
     return [x.grad for _, x, _ in calls]  # type: ignore[misc]
 
 
-# few bytes and many, two ranks and three, crossed over with the kinds
-CROSSED = [(kind, W, (number + W) % 2 == 0) for number, kind in enumerate(EXCHANGING) for W in (2, 3)]
-
-
-@pytest.mark.parametrize(("kind", "world_size", "large"), CROSSED)
-def test_another_order_on_one_rank_is_an_error_on_all(pool: RankPool, kind: str, world_size: int, large: bool) -> None:
-    errors = pool.errors(world_size, two_losses, kind, world_size - 1, large)
-    assert_same_error(
-        errors, "backward of ", *(f"rank {rank}: " for rank in range(world_size)), kind="RankMismatchError"
-    )
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_order_on_all_ranks_is_as_one_loss_at_a_time(pool: RankPool, kind: str) -> None:
     few = pool.run(2, two_losses, kind, None, False)
@@ -144,27 +131,6 @@ def test_a_second_backward_is_exact_on_all_ranks(pool: RankPool, kind: str) -> N
     once = [found[0] for found in pool.run(2, two_losses, kind, None, False)]
     twice = pool.run(2, retained, kind, [0, 1])
     assert_close({str(r): t for r, t in enumerate(twice)}, {str(r): 2 * t for r, t in enumerate(once)}, 1e-12)
-
-
-def one_rank_differentiates(kind: str) -> None:
-    """Rank 0 back-propagates; the others go on to the next forward."""
-    loss, x, labels = of_a_rank(kind)
-    value = loss(x, labels)
-    if dist.get_rank() == 0:
-        value.backward()
-    loss(x, labels)
-
-
-@pytest.mark.parametrize("kind", EXCHANGING)
-def test_a_backward_of_one_rank_meets_the_others_next_forward(pool: RankPool, kind: str) -> None:
-    errors = pool.errors(3, one_rank_differentiates, kind)
-    assert_same_error(errors, "rank 0: backward of ", kind="RankMismatchError")
-
-
-@pytest.mark.parametrize("kind", SILENT)
-def test_a_backward_of_one_rank_that_exchanges_nothing_is_seen_in_the_next_forward(pool: RankPool, kind: str) -> None:
-    errors = pool.errors(3, one_rank_differentiates, kind)
-    assert_same_error(errors, "coefficient of the last backward", "rank 1: ", kind="RankMismatchError")
 
 
 def one_rank_differentiates_for_good(seconds: float) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -14,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.doors import collectives, raw_collectives
@@ -276,41 +272,6 @@ def test_conjugated_and_negated_views() -> None:
 
 
 X = torch.ones(4, 2)
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "uint64": (lambda: collectives.all_reduce_with_grad(X.to(torch.uint64)), "torch.uint64"),
-    "half complex": (lambda: collectives.reduce_scatter_with_grad(X.to(torch.complex32)), "torch.complex32"),
-    "sparse": (lambda: collectives.all_reduce_with_grad(X.to_sparse()), "torch.sparse_coo"),
-    "quantised": (
-        lambda: collectives.all_gather_with_grad(torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)),
-        "torch.qint8",
-    ),
-    "nested": (lambda: collectives.all_gather_with_grad(torch.nested.nested_tensor([X, X])), "dense"),
-    "without memory": (lambda: collectives.all_gather_with_grad(X.to("meta")), "on meta"),
-    "grad": (lambda: torch.func.grad(lambda x: collectives.all_gather_with_grad(x).sum())(X), "torch.func"),
-    "vjp": (lambda: torch.func.vjp(collectives.all_reduce_with_grad, X), "torch.func"),
-    "jacrev": (lambda: torch.func.jacrev(lambda x: collectives.reduce_scatter_with_grad(x).sum(0))(X), "torch.func"),
-    "vmap": (lambda: torch.func.vmap(collectives.all_reduce_with_grad)(X), "torch.func"),
-    "jvp": (lambda: torch.func.jvp(collectives.all_gather_with_grad, (X,), (X,)), "torch.func"),
-}
-
-
-def refused(name: str, alone: bool) -> str:
-    """The error, on all ranks or with the others in a plain call; then they go on."""
-    call = REFUSED[name][0] if not (alone and dist.get_rank()) else partial(collectives.all_gather_with_grad, X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(InputError) as caught:
-            call()
-    assert collectives.all_gather_with_grad(X).shape == (4 * dist.get_world_size(), 2)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_travel_is_an_error_on_every_rank(pool: RankPool, name: str, alone: bool) -> None:
-    first, second = pool.run(2, refused, name, alone)
-    assert first == second
-    assert REFUSED[name][1] in first
 
 
 @each_rank(2)

@@ -248,26 +248,6 @@ def test_a_rank_that_does_not_come_to_make_a_group_is_an_error_on_all(pool: Rank
     assert_same_error(errors, "the group of checks", kind="RankMismatchError")
 
 
-class Managed(dist.ProcessGroup):
-    """As torchft's: not of torch.distributed's making, and of a size of its own."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 2)
-
-    def size(self) -> int:
-        return 2
-
-
-def gather_in_a_managed_group() -> None:
-    all_gather_with_grad(torch.ones(2), group=Managed())
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_a_group_that_torch_has_not_made_is_refused(pool: RankPool, distributed: bool) -> None:
-    errors = pool.errors(1, gather_in_a_managed_group, distributed=distributed)
-    assert_same_error(errors, "got Managed", "mean of the gradients over the replicas", kind="ConfigurationError")
-
-
 # ---------------------------------------------------------------------- a world of NCCL, as far as arguments can say
 
 

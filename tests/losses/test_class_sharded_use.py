@@ -25,7 +25,7 @@ from tests.each_rank import each_rank
 from tests.losses.harness import line_of_rows
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, net, step_rows, whole
 from tests.oracle import assert_close, graded, joined
-from tests.refusals import refusals, refusals_of_one_process
+from tests.refusals import Mistake, refusals, refusals_of_one_process
 
 ARC = Case("ArcFaceLoss")
 LABELS = torch.tensor([0, 3, 6])
@@ -83,7 +83,7 @@ def built(loss: Any = pml.ArcFaceLoss, **options: Any) -> Callable[[], Any]:
     return lambda: ClassShardedLoss.build(loss, num_classes=9, embedding_size=4, **options)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+REFUSED: dict[str, Mistake] = {
     "a loss without classes": (lambda: ClassShardedLoss(pml.SupConLoss()), "SupConLoss"),
     "a subclass": (lambda: ClassShardedLoss(Other(num_classes=3, embedding_size=2)), "Other"),
     "no loss": (lambda: ClassShardedLoss("ArcFaceLoss"), "str"),  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ from tests.losses.test_replicated_values import two_calls
 from tests.losses.test_shard_as_dtensor import on_other_ranks, plain
 from tests.losses.test_tile_kernels import MAKE as MAKE_OF_KERNELS
 from tests.oracle import Place
-from tests.refusals import Refused, refusals, refusals_of_one_process
+from tests.refusals import Mistake, Refused, refusals, refusals_of_one_process
 
 
 def mismatch(call: Callable[..., Any], *args: Any, words: Any = (), **row: Any) -> Refused:
@@ -157,7 +157,7 @@ def reducing_nothing(make: Callable[[Any], nn.Module]) -> tuple[Callable[[], nn.
 
 
 CHOICES = "one of 'all', 'ring'"
-OPTIONS: dict[str, tuple[Callable[[], object], str | tuple[str, ...]]] = {
+OPTIONS: dict[str, Mistake] = {
     "tile_bytes=0": (supcon(tile_bytes=0), "tile_bytes"),
     "tile_bytes=-4": (supcon(tile_bytes=-4), "tile_bytes"),
     "tile_bytes=1.5": (supcon(tile_bytes=1.5), "tile_bytes"),

@@ -23,7 +23,7 @@ from lightning_ddp_losses import ConfigurationError, DifferentiableMetric, diffe
 from tests.doors import WITHOUT_GRADIENT
 from tests.metrics.cases import differentiable_classes
 from tests.metrics.kinds import Ours
-from tests.refusals import refusals_of_one_process
+from tests.refusals import Mistake, refusals_of_one_process
 
 PREDS, TARGET = torch.tensor([0.1, 0.4, 0.9, 0.3]), torch.tensor([0.0, 0.5, 1.0, 0.7])
 
@@ -310,14 +310,14 @@ def refused(make: Callable[[], Any], *words: str, **options: Any) -> tuple[Calla
 
 
 squared, on_cpu = tm.MeanSquaredError, partial(tm.MeanSquaredError, compute_on_cpu=True)
-REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+REFUSED: dict[str, Mistake] = {
     "ranks": refused(tm.SpearmanCorrCoef, "SpearmanCorrCoef", "is_differentiable=False", "without_gradient='keep'"),
     "labels": refused(RandScore, "RandScore", "integers"),
     "subclass": refused(lambda: type("Mine", (MutualInfoScore,), {})(), "Mine", "integers"),
     "inside": refused(lambda: squared() + tm.SpearmanCorrCoef(), "SpearmanCorrCoef"),
     "random": refused(lambda: BootStrapper(squared()), "BootStrapper", "forward"),
     "own forward": refused(OwnForward, "OwnForward", "the forward of OwnForward"),
-    "compute_on_cpu": refused(on_cpu, "compute_on_cpu", "MeanSquaredError"),
+    "compute_on_cpu": refused(on_cpu, "MeanSquaredError", "compute_on_cpu"),
     "dist_sync_fn": refused(partial(squared, dist_sync_fn=print), "dist_sync_fn", "process_group="),
     "a loss": refused(nn.MSELoss, "MSELoss"),
     "gather": refused(squared, "gather", gather="rows"),

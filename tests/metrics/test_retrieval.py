@@ -30,7 +30,7 @@ from tests.each_rank import each_rank
 from tests.fits import make_trainer
 from tests.metrics.retrieval_oracle import Row, retrieval
 from tests.oracle import normal
-from tests.refusals import refusals, refusals_of_one_process
+from tests.refusals import Mistake, refusals, refusals_of_one_process
 
 ALL = (
     "precision_at_1",
@@ -488,7 +488,7 @@ def updated_twice(first: Any, second: Any) -> None:
 
 
 make = EmbeddingRetrieval
-ALONE: dict[str, tuple[Any, Any]] = {
+ALONE: dict[str, Mistake] = {
     "unknown metric": (partial(make, ("map_at_r", "recall")), ("expected names out of", "recall@k", "got 'recall'")),
     "k of 0": (partial(make, ("recall@0",)), "got 'recall@0'"),
     "no metric": (partial(make, ()), "expected one name or more, each once"),

@@ -38,7 +38,7 @@ from tests.counting import CountCollectives
 from tests.doors import map_tensors, process_groups
 from tests.each_rank import each_rank
 from tests.metrics.harness import offline
-from tests.refusals import refusals, refusals_of_one_process
+from tests.refusals import Mistake, refusals, refusals_of_one_process
 
 UPDATES = (3, 0, 1)
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -529,7 +529,7 @@ class Stacked(tm.SumMetric):
         self.add_state("kept", torch.zeros(2), None)
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+REFUSED: dict[str, Mistake] = {
     "a sync of its own": (lambda: synced(OwnSync()), ("OwnSync", "_sync_dist", "add_state")),
     "a state of no reduction": (lambda: synced(Stacked()), ("Stacked", "`kept`", "dist_reduce_fx=None")),
     "whole batches": (

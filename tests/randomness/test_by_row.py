@@ -167,5 +167,3 @@ def test_an_audit_draws_so_in_one_process_too() -> None:
         assert report.settings["randomness"] == "by_row"
     (fault, *_) = audit(m.OwnSlotGather(), m.even(), strategy="ddp", randomness="by_row", **options).diagnoses
     assert fault.fault == "F20"
-    with pytest.raises(ConfigurationError, match="what the strategy does"):
-        audit(m.Dropout(), m.even(), strategy=DDPLossStrategy(randomness="by_row"), randomness="global")

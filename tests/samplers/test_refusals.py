@@ -25,7 +25,7 @@ from torch.utils.data import (
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
 from tests.doors import refuse_other_batches
 from tests.fits import make_trainer
-from tests.refusals import Refused, refusals, refusals_of_one_process
+from tests.refusals import Mistake, Refused, refusals, refusals_of_one_process
 from tests.samplers import test_predictions as predictions
 from tests.samplers.cases import CASES, LABELS, ROWS, SEED
 from tests.samplers.test_lightning import loader_of
@@ -62,7 +62,7 @@ def resumed_inside_the_epoch() -> list[Any]:
     return resumed(sampler, digest="0" * 16)
 
 
-ALONE: dict[str, tuple[Callable[[], object], str | tuple[str, ...]]] = {
+ALONE: dict[str, Mistake] = {
     "a number": (lambda: GlobalBatchSampler(7, 2), "expected a sampler with a length, got int"),
     "a data set": (lambda: GlobalBatchSampler.batches(DATA, 2), "got TensorDataset"),
     "a loader": (lambda: GlobalBatchSampler.batches(DataLoader(DATA)), "got DataLoader"),
@@ -132,7 +132,7 @@ ALONE: dict[str, tuple[Callable[[], object], str | tuple[str, ...]]] = {
 test_alone = refusals_of_one_process(ALONE, ConfigurationError)
 
 # what is seen in the draw, or in a state
-DRAWS: dict[str, tuple[Callable[[], object], str | tuple[str, ...]]] = {
+DRAWS: dict[str, Mistake] = {
     "batches where indices were said": (
         lambda: list(GlobalBatchSampler(CASES["hierarchical"].make(), 2)),
         "expected indices, got batches",
