@@ -70,11 +70,6 @@ def stops_recomputation(error: BaseException) -> bool:
     return type(error).__name__ == "_StopRecomputationError" and type(error).__module__ == "torch.utils.checkpoint"
 
 
-def is_transformed(tensor: Tensor) -> bool:
-    """Return whether a tensor is one that a transform of ``torch.func`` (grad, vjp, vmap, jvp) wraps. Torch has no public word for it."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
 def without_memory(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of a subclass that has a shape and no memory. Kernels and exports, which would read at address 0, raise.
 
@@ -395,9 +390,13 @@ def hooks_of_calls(module: nn.Module) -> list[dict[int, Any]]:
     return [module._forward_pre_hooks, module._forward_hooks]
 
 
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+"""Return the transform that runs, the compiler's own one included, or None. Torch has no public word for it."""
+
+
 def is_in_transform() -> bool:
     """Return whether a transform of ``torch.func`` runs, or ``vmap``. That of the compiler is none."""
-    innermost = torch._C._functorch.peek_interpreter_stack()
+    innermost = innermost_transform()
     return innermost is not None and innermost.key() != torch._C._functorch.TransformType.Functionalize
 
 

@@ -207,10 +207,8 @@ def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, ad
         )
     elif process_groups.world_size(group) == 1:
         return
-    elif torch_compat.is_transformed(tensor):
-        fix = "Differentiate with autograd (backward, torch.autograd.grad), or transform what each rank computes by itself."
-        got = "a tensor inside a transform of torch.func"
-        error = InputError(f"{what}: tensor", expected="a tensor of autograd", got=got, fix=fix)
+    elif torch_compat.is_in_transform():
+        error = handshake.transform_error(what)
     elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         got = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
         fix = "Make it dense first (to_dense, dequantize, to_padded_tensor)."
@@ -219,8 +217,7 @@ def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, ad
         fix = "Convert it to a dtype that holds the sum, for instance int64 or complex64."
         error = InputError(f"{what}: dtype", expected="one that can be added", got=str(tensor.dtype), fix=fix)
     if error is not None:
-        with torch_compat.outside_transforms():
-            handshake.raise_on_all_ranks(error, what, group=group)
+        handshake.raise_on_all_ranks(error, what, group=group)
 
 
 def _refuse_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:

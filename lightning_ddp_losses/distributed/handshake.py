@@ -48,7 +48,7 @@ from lightning_ddp_losses.distributed.messages import (
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 from lightning_ddp_losses.distributed.user_line import ProgramCall
-from lightning_ddp_losses.errors import DDPLossError, PeerError
+from lightning_ddp_losses.errors import DDPLossError, InputError, PeerError
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]
 """Which of our process groups carries a handshake (``process_groups.ProcessGroups``)."""
@@ -182,6 +182,8 @@ def start(
         raise_on_all_ranks(capture_error(operation), operation, group=group)
     if process_groups.world_size(group) == 1:
         return _OwnHandshake(payload)
+    if torch_compat.innermost_transform() is not None and torch_compat.is_in_transform():
+        raise_on_all_ranks(transform_error(agreement.operation), agreement.operation, group=group)
     if channel == "handshakes" and precision.is_autocast_on():
         must_match = {**must_match, "autocast": "on"}
     text, digest = agreement.of_call(must_match)
@@ -471,16 +473,21 @@ def raise_on_all_ranks(
     # not a failure: peers may not recompute this forward, and then do not take part in a handshake
     if torch_compat.stops_recomputation(error):
         raise error
+    if torch_compat.is_in_transform() and not isinstance(error, DDPLossError):
+        # torch's own text, about the tensors of a transform, does not say why the call cannot be made
+        cause, error = error, transform_error(where)
+        error.__cause__ = cause
     note_on(error, collective=True)
     report = failure_report(error, where)
     try:
         channel = Channel.of(group, "handshakes")  # creating it also fails if peers do not take part
         mark_reported(error, channel.group)
         text, digest = Agreement(where).of_call({})
-        pending = PendingHandshake(
-            FAILURE, text, digest, report, channel, handshake_bytes=handshake_bytes, timeout=timeout
-        )
-        pending.receive(timeout)
+        with torch_compat.outside_transforms():
+            pending = PendingHandshake(
+                FAILURE, text, digest, report, channel, handshake_bytes=handshake_bytes, timeout=timeout
+            )
+            pending.receive(timeout)
         headers = pending.headers()
         channel.groups.failures += 1
     except RuntimeError:  # the peers have exited or do not respond: this rank's own error is the one to raise
@@ -500,6 +507,17 @@ def raising_on_all_ranks(where: str, *, group: Group = None, handshake_bytes: in
         yield
     except Exception as error:
         raise_on_all_ranks(error, where, group=group, handshake_bytes=handshake_bytes)
+
+
+def transform_error(title: str) -> InputError:
+    """Return the error of a call inside a transform of ``torch.func``."""
+    return InputError(
+        f"{title}: transform",
+        expected="a call outside of the transforms of torch.func, in whose backward ranks cannot exchange gradients",
+        got="a call inside grad, vjp, jacrev, hessian, jvp or vmap",
+        fix="Differentiate with autograd (backward, torch.autograd.grad), or transform only what each rank computes from its own rows. "
+        "torch.func.functional_call is supported.",
+    )
 
 
 def notify_subgroups(error: Exception, where: str) -> bool:

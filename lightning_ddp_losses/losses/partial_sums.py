@@ -584,16 +584,16 @@ def global_mean(
         has_graph = total.requires_grad and torch.is_grad_enabled()
         reduction = chosen_reduction(reduces, module, group, exact_ranks=mesh is not None, has_graph=has_graph)
         scale = 1.0 if reduction is None else reduction.scale
+        dtype = precision.compute_dtype([total])
+        totals = total.to(dtype)
+        on_device = travels_on_device(totals, group) and len(counts) > 0
+        numbers = counts if on_device else [*counts, *totals.detach().view(-1).tolist()]
     except Exception as error:
         handshake.raise_on_all_ranks(error, title, group=group)
-    dtype = precision.compute_dtype([total])
-    totals = total.to(dtype)
     if copies is not None:
         _refuse_other_copies(title, copies, totals, counts, group)
     # 2. the sums of all ranks
     watch = UpstreamGradWatch.of(title, group)
-    on_device = travels_on_device(totals, group) and len(counts) > 0
-    numbers = counts if on_device else [*counts, *totals.detach().view(-1).tolist()]
     agreement, form = _plan_of_means(
         title, total.shape, dtype, total.device.type, torch.is_grad_enabled(), len(numbers)
     )
