@@ -42,18 +42,16 @@ def test_compiled_tiles_are_one_process(pool: RankPool) -> None:
     parity(pool, compiled, [ROWS], cases=NAMES, seconds=240)
 
 
-def compiled_classes(names: list[str]) -> dict[str, Any]:
+def compiled_classes(place: Place, case: sharded_cases.Case) -> Found:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return sharded_cases.measure(names, compile_tiles=True)
+        return sharded_cases.play(place, case, compile_tiles=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_compiled_classes_are_one_process(pool: RankPool, world_size: int) -> None:
     """Of 7 classes each of three ranks has 3, 3 or 1, which torch compiles once more; batches are uneven too."""
-    results = pool.run(world_size, compiled_classes, CLASS_NAMES, seconds=600)
-    problems = sharded_cases.problems_of(CLASS_NAMES, results)
-    assert not problems, "\n".join(problems)
+    sharded_cases.assert_as_one_process(pool, world_size, CLASS_NAMES, compiled_classes, seconds=600)
 
 
 def compiled_graphs(name: str, dtype: torch.dtype) -> list[int]:

@@ -153,6 +153,18 @@ def on_ranks(case: Case, sizes: list[int], mode: str, **options: Any) -> Found:
     return play(Place(sizes, process_groups.rank(options.get("group"))), case, mode, **options)
 
 
+def in_modes(
+    case: Case, splits: Mapping[str, list[int]], modes: Sequence[str] | None = None, **options: Any
+) -> dict[str, Found]:
+    """What this rank finds by "split, mode", in the modes that are exact unless others are given."""
+    modes = modes or GlobalBatchLoss(case.make(), **case.options).exact_modes()
+    found = {}
+    for split, sizes in splits.items():
+        for mode in modes:
+            found[f"{split}, {mode}"] = on_ranks(case, sizes, mode, **options)
+    return found
+
+
 def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], splits: Mapping[str, list[int]]) -> None:
     """Compare what ranks found (each by "split, mode") with one process; `splits`: rows per rank."""
     problems = []

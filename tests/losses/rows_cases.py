@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.oracle import own
+
 D = 4
 ROWS = [(5, 2, 4), (4, 0, 3), (3, 9), (1, 6), (0, 7), (1, 1)]
 Formula = Callable[..., Tensor]
+
+
+def rows_of_all(sizes: Sequence[int]) -> Tensor:
+    """The rows (G, D) of all ranks, for calls that are about something else than their formula."""
+    torch.manual_seed(1)
+    return torch.randn(sum(sizes), D).double()
+
+
+def rows_of(sizes: Sequence[int] = (5, 2)) -> Tensor:
+    """The rows of this rank."""
+    return rows_of_all(sizes)[own(sizes)].requires_grad_()
+
+
+class Square(torch.autograd.Function):
+    """A custom function with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class Thrice(torch.autograd.Function):
+    """A custom function that returns its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 3 * grads[0]
 
 
 def views(rows: int) -> list[Tensor]:

@@ -16,9 +16,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.harness import SPLITS, Net
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import CLASS_LOSSES, Found, Place, assert_close, joined, own, problem
+from tests.oracle import CLASS_LOSSES, Found, Place, own, parity
 
 CLASSES, DIM = 7, 6
 Rows = dict[str, Tensor]
@@ -141,7 +142,9 @@ def play(place: Place, case: Case, **options: Any) -> Found:
         tuples = tuple(torch.cat(column) for column in zip(*mined, strict=True))
     loss = plain if place.alone else ClassShardedLoss(plain, **case.sharded, **options)
     value = loss(embeddings, rows["labels"], tuples)
-    return place.graded(value, net=encoder, weight=next(iter(loss.parameters())))
+    found = place.graded(value, net=encoder, weight=next(iter(loss.parameters())))
+    assert not place.alone or found["weight"].any() or value.isnan(), "the case tests nothing: no gradient"
+    return found
 
 
 def judge(case: Case, sizes: list[int]) -> Found:
@@ -189,21 +192,10 @@ def step_rows(optimizer: torch.optim.Optimizer, weight: Tensor, rows: Tensor, di
         tensor.index_copy_(dim, resting, old.index_select(dim, resting))
 
 
-def problems_of(names: Iterable[str], results: list[dict[str, dict[str, Tensor]]]) -> list[str]:
-    """In what the ranks' numbers (``measure``) differ from those of one process."""
-    problems = []
-    for name in names:
-        case = CASES[name]
-        for split, sizes in SPLITS[len(results)].items():
-            key = f"{name}; {split}"
-            truth = judge(case, sizes)
-            assert truth["weight"].norm() > 0
-            ours = joined([result[key] for result in results], weight=class_dim(case.name))
-            problems += problem(key, assert_close, ours, truth)
-    return problems
-
-
-def measure(names: list[str], **options: Any) -> dict[str, dict[str, Tensor]]:
-    """What this rank finds by case and split."""
-    splits = SPLITS[dist.get_world_size()].items()
-    return {f"{name}; {split}": call(CASES[name], sizes, **options) for name in names for split, sizes in splits}
+def assert_as_one_process(
+    pool: RankPool, world_size: int, names: Iterable[str], play: Callable[[Place, Case], Found] = play, **options: Any
+) -> None:
+    """Fail unless ranks find what one process finds, for each split of the rows. Options are of the pool."""
+    cases = [CASES[name] for name in names]
+    for sizes in SPLITS[world_size].values():
+        parity(pool, play, sizes, cases=cases, shards=lambda case: {"weight": class_dim(case.name)}, **options)

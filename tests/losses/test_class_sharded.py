@@ -19,25 +19,22 @@ from tests.losses.sharded_cases import (
     DIM,
     NOT_A_NUMBER,
     Case,
+    assert_as_one_process,
     call,
     class_dim,
     global_rows,
     judge,
     make,
-    measure,
     net,
-    problems_of,
     whole,
 )
-from tests.oracle import CLASS_LOSSES, assert_close, graded, joined, own
+from tests.oracle import CLASS_LOSSES, Found, Place, assert_close, graded, joined, own, parity
 from tests.slow_parameters import slow_parameters
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
-    results = pool.run(world_size, measure, list(CASES))
-    problems = problems_of(CASES, results)
-    assert not problems, "\n".join(problems)
+    assert_as_one_process(pool, world_size, CASES)
 
 
 def test_a_mean_over_no_rows_is_none_as_in_one_process(pool: RankPool) -> None:
@@ -202,18 +199,18 @@ def test_a_rank_without_classes(pool: RankPool) -> None:
     assert torch.equal(torch.cat([r["best"] for r in results]), best)
 
 
-def with_one_row(name: str) -> dict[str, torch.Tensor]:
+def with_one_row(place: Place, name: str) -> Found:
     """The first rank has one row, the others none."""
-    rows, own = global_rows(), slice(0, 1 if dist.get_rank() == 0 else 0)
-    return step(ClassShardedLoss(make(Case(name))), net()(rows["features"])[own], rows["labels"][own])
+    rows, plain = global_rows(), make(Case(name))
+    loss = plain if place.alone else ClassShardedLoss(plain)
+    value = loss(place.leaf("x", net()(rows["features"])[:1]), place.own(rows["labels"][:1]))
+    return place.graded(value, weight=next(iter(loss.parameters())))
 
 
 @pytest.mark.parametrize("name", CLASS_LOSSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_row_over_all_ranks(pool: RankPool, world_size: int, name: str) -> None:
-    results, rows = pool.run(world_size, with_one_row, name), global_rows()
-    truth = step(make(Case(name)), net()(rows["features"])[:1], rows["labels"][:1])
-    assert_close(joined(results, "x", weight=class_dim(name)), truth)
+    parity(pool, with_one_row, [1, 0, 0][:world_size], name, shards=lambda _: {"weight": class_dim(name)})
 
 
 def two_steps(loss: Any, optimizer: str, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

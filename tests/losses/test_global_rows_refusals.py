@@ -16,39 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import call
+from tests.losses.rows_cases import Square, Thrice, rows_of, rows_of_all
+from tests.oracle import own
 from tests.refusals import Refused, refusals
 
 ROWS = (5, 2)
 Formula = Callable[[Tensor, Tensor], Any]
 
 
-class Squares(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x * x).mean(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return 2 * ctx.saved_tensors[0] * grads[0] / len(ctx.saved_tensors[0])
-
-
-class Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return -grads[0]
-
-
 def rows() -> list[Tensor]:
     """This rank's rows and numbers, of one global batch."""
-    torch.manual_seed(1)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    part = slice(sum(ROWS[:rank]), sum(ROWS[: rank + 1]))
-    return [torch.randn(7, 4).double()[part].requires_grad_(), torch.arange(7)[part]]
+    return [rows_of(ROWS), torch.arange(7)[own(ROWS)]]
 
 
 def run(formula: Formula, *, backward: bool = True) -> None:
@@ -183,8 +161,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ("contiguous", "Whether its result is a copy depends on the number of rows"),
     ),
     # what autograd would lose
-    "a custom function": (every(lambda x, y: Squares.apply(x).sum()), "custom autograd.Function"),
-    "a custom identity": (every(lambda x, y: Same.apply(x).mean()), "custom autograd.Function"),
+    "a custom function": (every(lambda x, y: Square.apply(x).sum()), "custom autograd.Function"),
+    "a custom identity": (every(lambda x, y: Thrice.apply(x).mean()), "custom autograd.Function"),
     "a checkpoint of the old kind": (
         every(lambda x, y: checkpoint(lambda z: z.mean(), x, use_reentrant=True)),
         "custom autograd.Function",
@@ -255,11 +233,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 test_errors_on_every_rank = refusals(__name__, "REFUSED")
 
 
-def values(formulas: list[int]) -> list[Any]:
+def values() -> list[Any]:
     given = [each.detach() for each in rows()]
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [READ[number](*given) for number in formulas]
-    return [global_rows(READ[number], *given, name=f"{number}") for number in formulas]
+    return [global_rows(formula, *given, name=f"{number}") for number, formula in enumerate(READ)]
 
 
 def in_place(x: Tensor, y: Tensor) -> list[float]:
@@ -306,17 +282,10 @@ READ: list[Formula] = [
 
 
 def test_reads_are_those_of_one_process(pool: RankPool) -> None:
-    numbers = list(range(len(READ)))
-    global_rows_seven = pool.run(1, whole_values, numbers, distributed=False)[0]
-    for found in pool.run(2, values, numbers):
-        for number in numbers:
-            assert str(found[number]) == str(global_rows_seven[number]), f"formula {number}"
-
-
-def whole_values(numbers: list[int]) -> list[Any]:
-    torch.manual_seed(1)
-    x, y = torch.randn(7, 4).double(), torch.arange(7)
-    return [READ[number](x, y) for number in numbers]
+    whole = rows_of_all(ROWS), torch.arange(7)
+    for found in pool.run(2, values):
+        for number, formula in enumerate(READ):
+            assert str(found[number]) == str(formula(*whole)), f"formula {number}"
 
 
 def test_tensors_of_an_accelerator_that_are_equal(pool: RankPool) -> None:

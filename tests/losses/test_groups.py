@@ -19,7 +19,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.doors import process_groups
 from tests.each_rank import each_rank
 from tests.losses.cases import PML
-from tests.losses.harness import CLASSES, DIM, Case, check, on_ranks
+from tests.losses.harness import CLASSES, DIM, Case, check, in_modes
 from tests.losses.torch_cases import TORCH
 
 WORLD = 4
@@ -46,9 +46,7 @@ Results = dict[str, dict[str, Tensor]]
 
 
 def in_the_world(name: str) -> Results:
-    case = CASES[name]
-    modes = GlobalBatchLoss(case.make()).exact_modes()
-    return {f"{split}, {mode}": on_ranks(case, sizes, mode) for split, sizes in FOUR.items() for mode in modes}
+    return in_modes(CASES[name], FOUR)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -67,8 +65,7 @@ def in_two_groups(names: Sequence[str]) -> dict[str, Results]:
     for name in names:
         case = CASES[name]
         modes = GlobalBatchLoss(case.make()).exact_modes()[:: -1 if dist.get_rank() in MEMBERS[1] else 1]
-        ways = [(split, sizes, mode) for split, sizes in TWO.items() for mode in modes]
-        found[name] = {f"{split}, {mode}": on_ranks(case, sizes, mode, group=group) for split, sizes, mode in ways}
+        found[name] = in_modes(case, TWO, modes, group=group)
     return found
 
 

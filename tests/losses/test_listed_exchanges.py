@@ -19,7 +19,7 @@ from lightning_ddp_losses import GlobalBatchLoss, global_rows, ssl
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.counting import CountCollectives
 from tests.doors import Listed, handshake, listed
-from tests.losses.rows_cases import CASES, D
+from tests.losses.rows_cases import CASES, D, barlow_of_torch, rows_of, rows_of_all, vicreg
 from tests.oracle import own
 from tests.refusals import Refused, refusals
 
@@ -38,25 +38,7 @@ def case(name: str, rows: tuple[int, ...], features: int) -> tuple[Callable[...,
     return formula, [each.requires_grad_(each.is_floating_point()) for each in whole], mine
 
 
-def vicreg(first: Tensor, second: Tensor) -> Tensor:
-    value = 25 * F.mse_loss(first, second)
-    for view in (first, second):
-        centred = view - view.mean(0)
-        covariance = centred.T @ centred / (len(view) - 1)
-        variance = covariance.diagonal()
-        value = value + 12.5 * (1 - (variance + 1e-4).sqrt()).relu().mean()
-        value = value + (covariance - variance.diag()).square().sum() / view.shape[1]
-    return value
-
-
-def barlow(first: Tensor, second: Tensor) -> Tensor:
-    views = [F.batch_norm(view, None, None, training=True) for view in (first, second)]
-    correlation = views[0].T @ views[1] / len(first)
-    diagonal = correlation.diagonal()
-    return (diagonal - 1).square().sum() + 5e-3 * (correlation - diagonal.diag()).square().sum()
-
-
-VIEWS = {"vicreg of 128": vicreg, "barlow of 128": barlow}
+VIEWS = {"vicreg of 128": vicreg, "barlow of 128": barlow_of_torch}
 # collectives of forward, and handshakes among them: without a list of exchanges, and with it
 COUNTS = {
     "mse": ((2, 2), (2, 2)),
@@ -104,11 +86,6 @@ def test_sums_of_a_listed_call_have_no_handshake(pool: RankPool, name: str, rows
 # ---------------------------------------------------------------------- ranks that leave the list
 
 
-def rows_of(sizes: tuple[int, ...] = (5, 2)) -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(sum(sizes), D).double()[own(sizes)].requires_grad_()
-
-
 def steps(
     x: Tensor, after: Callable[[int], None] = lambda place: None, large: Any = 1, gathers: bool = False
 ) -> Tensor:
@@ -125,8 +102,7 @@ def steps(
 
 
 def truth(formula: Callable[[Tensor], Tensor], sizes: tuple[int, ...] = (5, 2)) -> Tensor:
-    torch.manual_seed(1)
-    return formula(torch.randn(sum(sizes), D).double()).detach()
+    return formula(rows_of_all(sizes)).detach()
 
 
 def other_branch(x: Tensor) -> Tensor:
@@ -339,7 +315,7 @@ SHORT_CUTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "mse": (GlobalBatchLoss(nn.MSELoss(), mode="elements"), F.mse_loss),
     "cross entropy": (GlobalBatchLoss(nn.CrossEntropyLoss(), mode="elements"), F.cross_entropy),
     "vicreg": (ssl.vicreg, vicreg),
-    "barlow": (ssl.barlow_twins, barlow),
+    "barlow": (ssl.barlow_twins, barlow_of_torch),
 }
 # collectives of a step, forward and backward: of the short cut, and of the formula over rows of all ranks
 COSTS = {"mse": (1, 2), "cross entropy": (1, 2), "vicreg": (3, 5), "barlow": (3, 5)}

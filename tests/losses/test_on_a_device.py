@@ -54,11 +54,10 @@ def as_on_a_device() -> Iterator[None]:
 
 def losses_on_a_rank() -> dict[str, dict[str, dict[str, Tensor]]]:
     """By case, "split, mode" and name: value and gradients."""
-    world, found = dist.get_world_size(), {}
+    splits, found = SPLITS[dist.get_world_size()], {}
     with as_on_a_device():
         for name, (case, mode) in CASES.items():
-            splits = SPLITS[world].items()
-            found[name] = {f"{split}, {mode}": harness.on_ranks(case, sizes, mode) for split, sizes in splits}
+            found[name] = harness.in_modes(case, splits, [mode])
     return found
 
 
@@ -69,16 +68,15 @@ def test_numbers_that_stay_on_the_device(pool: RankPool, world_size: int) -> Non
         harness.check(case, [result[name] for result in results], SPLITS[world_size])
 
 
-def class_sharded_on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
+def class_sharded(place: Place, case: sharded_cases.Case) -> Found:
     with as_on_a_device():
-        return sharded_cases.measure(names)
+        return sharded_cases.play(place, case)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rows_that_are_not_listed(pool: RankPool, world_size: int) -> None:
     names = [name for name in sharded_cases.CASES if "chunks" in name or "mined" in name]
-    problems = sharded_cases.problems_of(names, pool.run(world_size, class_sharded_on_a_rank, names))
-    assert not problems, "\n".join(problems)
+    sharded_cases.assert_as_one_process(pool, world_size, names, class_sharded)
 
 
 def few_classes(place: Place) -> Found:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import torch
+import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
-from torch import Tensor
 from torch.nn.modules import loss as torch_losses
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import NOT_LOSSES, PML
-from tests.losses.harness import SPLITS, Case, check, on_ranks, splits_by_turns
+from tests.losses.harness import SPLITS, Case, check, in_modes, splits_by_turns
 from tests.losses.torch_cases import ALIASES, TORCH
 from tests.losses.variants import VARIANTS
+from tests.oracle import Found
 
 CASES: dict[str, Case] = {**PML, **TORCH, **VARIANTS}
 
 
-def measure(name: str) -> dict[str, dict[str, Tensor]]:
+def measure(name: str) -> dict[str, Found]:
     """All modes of one case, on every rank; splits by turns."""
-    case = CASES[name]
-    modes = GlobalBatchLoss(case.make(), **case.options).exact_modes()
-    splits = splits_by_turns(list(CASES).index(name), torch.distributed.get_world_size()).items()
-    return {f"{split}, {mode}": on_ranks(case, sizes, mode) for split, sizes in splits for mode in modes}
+    splits = splits_by_turns(list(CASES).index(name), dist.get_world_size())
+    return in_modes(CASES[name], splits)
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # PML 2.9, of its own HistogramLoss

@@ -18,8 +18,8 @@ from lightning_ddp_losses import global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.each_rank import each_rank
-from tests.losses.rows_cases import CASES
-from tests.oracle import Found, Place, assert_near, own, parity
+from tests.losses.rows_cases import CASES, Square, Thrice, rows_of, rows_of_all
+from tests.oracle import Found, Place, assert_near, parity
 from tests.refusals import Refused, refusals
 
 ROWS = (5, 2, 4)
@@ -51,27 +51,6 @@ def test_neighbouring_sums_share_an_exchange() -> None:
                 value.backward()
                 found = forward, len(collectives.take())
         assert found == expected, f"{name}: {found}"
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return 2 * ctx.saved_tensors[0] * grads[0]
-
-
-class Thrice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return 3 * grads[0]
 
 
 def written(x: Tensor) -> Tensor:
@@ -188,11 +167,6 @@ def test_large_sums(pool: RankPool) -> None:
     parity(pool, play, ROWS, True, cases=FORMULAS, rtol=tolerance, compare=assert_near)
 
 
-def rows() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(7, 4).double()[own((5, 2))].requires_grad_()
-
-
 def first_reads(x: Tensor) -> Tensor:
     first = x.sum()
     if dist.get_rank() == 0:
@@ -227,13 +201,13 @@ def keep_and_fail() -> None:
         raise KeyError("absent")
 
     with pytest.raises(KeyError):
-        global_rows(formula, rows())
+        global_rows(formula, rows_of())
     kept.pop().item()
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     "an error of one rank before the exchange": Refused(
-        lambda rank: global_rows(first_fails, rows()), (), "PeerError", own={0: "KeyError"}
+        lambda rank: global_rows(first_fails, rows_of()), (), "PeerError", own={0: "KeyError"}
     ),
     "a sum of a call that failed": (
         lambda rank: keep_and_fail(),
@@ -242,14 +216,18 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         2,
         False,
     ),
-    "an uncounted write": (lambda rank: global_rows(uncounted_write, rows()), "the same values", "RankMismatchError"),
+    "an uncounted write": (
+        lambda rank: global_rows(uncounted_write, rows_of()),
+        "the same values",
+        "RankMismatchError",
+    ),
     "a value that one rank reads": (
-        lambda rank: global_rows(first_reads, rows()),
+        lambda rank: global_rows(first_reads, rows_of()),
         "in first_reads: first = x.sum()",
         "RankMismatchError",
     ),
     "other operands": (
-        lambda rank: global_rows(other_operands, rows()),
+        lambda rank: global_rows(other_operands, rows_of()),
         ("mul #0 #0", "mul #0 #"),
         "RankMismatchError",
     ),
@@ -273,13 +251,12 @@ class Mean(nn.Module):
 @each_rank(2)
 def test_a_module_keeps_plain_buffers() -> None:
     loss = Mean()
-    global_rows(loss, rows())
+    global_rows(loss, rows_of())
     assert type(loss.mean) is Tensor
-    torch.manual_seed(1)
-    whole = torch.randn(7, 4).double()
+    whole = rows_of_all((5, 2))
     assert torch.allclose(loss.mean, whole.mean(0))
     assert torch.allclose(copy.deepcopy(loss).last, whole.sum())
     # a buffer of a closure is broadcast as any other
-    global_rows(lambda x: loss(x), rows())
+    global_rows(lambda x: loss(x), rows_of())
     dist.broadcast(loss.mean, 0)
     assert torch.allclose(loss.mean * 1, whole.mean(0))

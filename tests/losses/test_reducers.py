@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.losses.cases import PML, REDUCERS
-from tests.losses.harness import DIM, SPLITS, Case, on_ranks, truth_of
-from tests.oracle import assert_near, joined, problem
+from tests.losses.harness import DIM, SPLITS, Case, check, in_modes, truth_of
+from tests.oracle import Found
 
 EVERY: dict[str, Callable[[], nn.Module]] = {
     **{name: partial(make, 1.0) for name, make in REDUCERS.items()},
@@ -39,6 +39,7 @@ SUMS = [
 ]
 
 
+@functools.cache
 def reduced(loss: str, reducer: str) -> Case:
     make = PML[loss].make
     assert isinstance(make, partial)
@@ -49,37 +50,31 @@ REFUSALS = (NotImplementedError, KeyError, RuntimeError, IndexError, AssertionEr
 
 
 @functools.cache
-def supported(loss: str) -> dict[str, dict[str, Tensor]]:
-    """What one process finds, by reducer; without those that PML itself cannot use with the loss."""
-    found = {}
+def supported(loss: str) -> list[str]:
+    """The reducers that PML itself can use with the loss, in one process."""
+    found = []
     for reducer in EVERY:
         with contextlib.suppress(*REFUSALS):
-            found[reducer] = truth_of(reduced(loss, reducer))
+            truth_of(reduced(loss, reducer))
+            found.append(reducer)
     return found
 
 
-def measure(loss: str, names: list[str], split: str) -> dict[str, dict[str, Tensor]]:
-    sizes = SPLITS[torch.distributed.get_world_size()][split]
-    cases = {name: reduced(loss, name) for name in names}
-    return {
-        f"{name}: {mode}": on_ranks(case, sizes, mode)
-        for name, case in cases.items()
-        for mode in GlobalBatchLoss(case.make()).exact_modes()
-    }
+def measure(loss: str, names: list[str], splits: dict[str, list[int]]) -> dict[str, dict[str, Found]]:
+    return {name: in_modes(reduced(loss, name), splits) for name in names}
 
 
 @pytest.mark.parametrize("loss", SUMS)
 @pytest.mark.parametrize(("world_size", "split"), [(2, "uneven"), (3, "a rank without rows")])
 def test_reducers_divide_by_what_all_ranks_have(pool: RankPool, world_size: int, split: str, loss: str) -> None:
-    truths = supported(loss)
-    assert len(truths) >= 6, "PML takes more reducers than that"
+    names = supported(loss)
+    assert len(names) >= 6, "PML takes more reducers than that"
     # each reducer on two ranks or on three, with the next loss the other way round
-    by_turns = list(truths)[(SUMS.index(loss) + world_size) % 2 :: 2]
-    results = pool.run(world_size, measure, loss, by_turns, split)
-    problems: list[str] = []
-    for key in results[0]:
-        problems += problem(key, assert_near, joined([result[key] for result in results]), truths[key.split(": ")[0]])
-    assert not problems, "\n".join(problems)
+    by_turns = names[(SUMS.index(loss) + world_size) % 2 :: 2]
+    splits = {split: SPLITS[world_size][split]}
+    results = pool.run(world_size, measure, loss, by_turns, splits)
+    for name in by_turns:
+        check(reduced(loss, name), [result[name] for result in results], splits)
 
 
 def test_every_reducer_is_tried() -> None:

@@ -21,7 +21,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.losses.cases import both_views
-from tests.losses.harness import SPLITS, Case, check, on_ranks, splits_by_turns
+from tests.losses.harness import SPLITS, Case, check, in_modes, splits_by_turns
 from tests.oracle import Found, Place, assert_near, graded, joined, normal, own, parity
 from tests.slow_parameters import slow_parameters
 
@@ -49,8 +49,7 @@ def measure() -> dict[str, dict[str, dict[str, Tensor]]]:
     found = {}
     for number, (name, case) in enumerate(CASES.items()):
         splits = splits_by_turns(number // 2, dist.get_world_size())  # both ways of a loss alike
-        modes = GlobalBatchLoss(case.make()).exact_modes()
-        found[name] = {f"{s}, {mode}": on_ranks(case, sizes, mode) for s, sizes in splits.items() for mode in modes}
+        found[name] = in_modes(case, splits)
     return found
 
 
