@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule, MLPEncoder
 from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutRows, effective_rank, retrieval_metrics
-from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.cli.shipped_configs import fit_config
 from tests.fits import make_trainer
@@ -235,12 +234,9 @@ def test_float64_neighbours_that_float32_cannot_tell_apart_stay_in_order() -> No
     assert retrieval_metrics(embeddings, labels) == pytest.approx(naive(embeddings, labels), abs=1e-12)
 
 
-def test_metrics_refuse_nan_and_are_nan_where_no_class_has_two_rows() -> None:
-    embeddings, labels = held_out_set()
+def test_metrics_are_nan_where_no_class_has_two_rows() -> None:
+    embeddings, _ = held_out_set()
     assert all(math.isnan(value) for value in retrieval_metrics(embeddings, torch.arange(53)).values())
-    embeddings[7, 0] = torch.nan
-    with pytest.raises(InputError, match="finite numbers, got 1 rows of 53"):
-        retrieval_metrics(embeddings, labels)
 
 
 def gather_shards(sizes: list[int], repeat: int) -> HeldOut:

@@ -549,12 +549,6 @@ def test_tokens_weigh_what_the_page_says(pool: RankPool) -> None:
     assert_all_close(pool.run(2, run_code, code, token_rows, EVEN, {}), expected)
 
 
-def test_batch_norm_of_torch_needs_a_gpu(pool: RankPool) -> None:
-    (code,) = code_of("sync_batch_norm", THEIRS)
-    errors = pool.errors(2, run_code, code, simple, EVEN, RECIPES["sync_batch_norm"].options)
-    assert all("SyncBatchNorm" in error.message and "GPU" in error.message for error in errors)
-
-
 def test_data_parallel_has_the_gradient_of_one_process() -> None:
     """Without a GPU it calls the module itself, which is what it computes with several."""
     (code,) = code_of("data_parallel", THEIRS)

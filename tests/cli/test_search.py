@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from io import StringIO
 
 import pytest
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from lightning_ddp_losses.cli import manual, search
 from lightning_ddp_losses.cli.manual import find_page, run_explain, searched_pages
-from lightning_ddp_losses.errors import ConfigurationError
 
 # what somebody types, and the pages that serve it: one of them is among the three that are shown
 PHRASES = {
@@ -264,12 +262,6 @@ def test_a_word_that_no_page_has_is_taken_for_the_most_similar_one(index: search
     # marks of SQL and of the query language are no words
     assert index.best('"; DROP TABLE pages; -- NEAR( * ^') == index.best("drop table pages near")
     assert index.best("the of") == []
-
-
-def test_a_python_without_the_search_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sqlite3", None)
-    with pytest.raises(ConfigurationError, match=r"expected Python with SQLite and its FTS5(?s:.*)explain --all"):
-        search.Index([])
 
 
 @pytest.mark.parametrize("typed", ["best checkpoint is wrong", "onnx", "labels rank offset"])

@@ -84,10 +84,6 @@ def failing(ranks: tuple[int, ...], text: str) -> Refused:
     return Refused(partial(fail_on, ranks, InputError(text)), (text, "training_step"), "InputError", 3, after=go_on)
 
 
-def of_one_process(error: BaseException, text: str) -> Refused:
-    return Refused(partial(fail_on, (0,), error), (), ranks=1, own={0: text})
-
-
 def different_errors(rank: int) -> None:
     own = [InputError("labels"), RankMismatchError("widths"), InputError("labels")][rank]
     handshake.raise_on_all_ranks(own, "training_step")
@@ -141,6 +137,12 @@ HANDSHAKES: dict[str, Refused] = {
         ranks=3,
         own={1: "ZeroDivisionError: division by zero"},
         after=go_on,
+    ),
+    "a signal in one process": Refused(
+        partial(fail_on, (0,), KeyboardInterrupt("stop")), (), ranks=1, own={0: "KeyboardInterrupt: stop"}
+    ),
+    "an error in one process, which gets no place": Refused(
+        partial(fail_on, (0,), InputError("x")), "InputError: x", ranks=1, unsaid="training_step", after=go_on
     ),
     "different errors make one that holds all": Refused(different_errors, ("labels", "widths"), ranks=3),
     "a skipped call meets the next handshake": Refused(skipped_call, ("arcface", "backward"), "RankMismatchError", 3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.fits import make_trainer
 from tests.oracle import Encoder, assert_close
-from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
 
 OURS: dict[str, Any] = {"plugins": [SyncBatchNorm()]}
@@ -260,43 +258,6 @@ class SkipsOnARank(Normed):
         if self.what == "one channel more" and odd:
             self.encoder[1](torch.cat([features, features], 1)[:, :9])
         return self.loss(embeddings, labels)
-
-
-ERRORS: dict[str, tuple[Any, ...]] = {
-    "unregistered": (Hidden, {}, ("BatchNorm1d at self.kept[0].0", "not synchronised", "nn.ModuleList")),
-    "one forward more": (partial(SkipsOnARank, "one forward more"), {}, ("SyncBatchNorm `encoder.1` call 3",)),
-    "one forward more, under ddp": (partial(SkipsOnARank, "one forward more"), "ddp", ("SyncBatchNorm `encoder.1`",)),
-    "left out": (
-        partial(SkipsOnARank, "left out"),
-        {},
-        ("batch norms that the loss depends on", "SyncBatchNorm `encoder.1` call 2", "rank 1: 1 in common\n"),
-    ),
-    "left out, under ddp": (partial(SkipsOnARank, "left out"), "ddp", ("batch norms that the loss depends on",)),
-    "another width": (partial(SkipsOnARank, "one channel more"), {}, ("ranks met at different places",)),
-    # ranks that part in one group end all groups
-    "one forward more in a pair": (
-        partial(SkipsOnARank, "one forward more"),
-        {},
-        ("SyncBatchNorm `encoder.1` call 3", "rank 3"),
-        4,
-    ),
-    # told before the first step
-    "a group size that does not divide": (Normed, {}, ("group_size", "a divisor of the 3 ranks", "got 2"), 3),
-}
-
-
-def test_what_fails_between_forward_and_backward_ends_the_peers(pool: RankPool) -> None:
-    first, second = pool.errors(2, fit, partial(SkipsOnARank, "fails"), {}, **OURS)
-    assert (first.type, second.type) == ("PeerError", "KeyError")
-    assert "rank 1 alone" in first.message
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_ranks_that_part_get_the_same_error(pool: RankPool, case: str) -> None:
-    """Under ddp no strategy of ours passes on what one rank alone meets, but here all meet it."""
-    job, strategy, words, *size = ERRORS[case]
-    options = {"plugins": [SyncBatchNorm(group_size=2)]} if size else OURS
-    assert_same_error(pool.errors(*(size or [2]), fit, job, strategy, **options), *words)
 
 
 def test_an_adopted_loss_is_synchronised(pool: RankPool) -> None:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ConfigurationError, global_randomness, microbatched
+from lightning_ddp_losses import global_randomness, microbatched
 from lightning_ddp_losses.randomness import shared_draws
 from lightning_ddp_losses.testing import RankPool
-from tests.doors import torch_compat
 from tests.each_rank import each_rank
 from tests.oracle import assert_close
 from tests.randomness import test_strategy
@@ -123,16 +122,13 @@ def test_an_encoder_that_draws_nothing_takes_rows_of_any_kind() -> None:
 
 
 @each_rank(1)
-def test_a_world_of_one_refuses_in_pieces_what_ranks_refuse() -> None:
+def test_outside_of_a_block_each_piece_may_be_shuffled() -> None:
     class Shuffled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[torch.randperm(x.shape[0])]
 
     x = torch.ones(5, 2)
-    with pytest.raises(ConfigurationError, match="in a piece of microbatched"), global_randomness(rows=x):
-        microbatched(Shuffled(), 2)(x)
-    assert not torch_compat.is_in_dispatch_mode()
-    microbatched(Shuffled(), 2)(x)  # outside of the block, each piece is shuffled
+    microbatched(Shuffled(), 2)(x)
 
 
 class InPieces(test_strategy.Module):

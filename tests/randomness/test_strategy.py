@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, ModelParallelLossStrategy
+from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
 from tests.doors import torch_compat
@@ -238,36 +238,6 @@ class DrawnOnRankOne(Module):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if dist.get_rank() == 1:
             random.random()
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Augmented, "a hook has drawn"),
-        (AugmentedBefore, "a hook has drawn"),
-        (DrawsAfterBackward, r"rand of shape \(1,\)"),
-        (DrawnOnRankOne, "a hook has drawn"),
-        (Shuffling, "something else than pick rows"),
-        (Unseen, "numpy's"),
-        (Alone, r"rand of shape \(\)"),
-    ],
-)
-def test_what_cannot_be_so_is_one_error_on_all_ranks(pool: RankPool, kind: type[Module], text: str) -> None:
-    pool.run(2, _refused, kind, text)
-
-
-def _refused(kind: type[Module], text: str) -> None:
-    trainer = make_trainer(DDPLossStrategy(randomness="global"))
-    with pytest.raises(ConfigurationError, match=text):
-        trainer.fit(kind("mc dropout"))
-    assert not torch_compat.is_in_dispatch_mode()
-
-
-def test_the_option() -> None:
-    with pytest.raises(ConfigurationError, match="randomness"):
-        DDPLossStrategy(randomness="all")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="losses that are looked after"):
-        DDPLossStrategy(losses=[], randomness="global")
 
 
 class Half(Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from lightning_ddp_losses import SyncBatchNorm
 from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
-from tests.refusals import assert_same_error, refusals
+from tests.layers.test_lightning import OURS, Hidden, Normed, SkipsOnARank, fit
+from tests.refusals import Refused, assert_same_error, refusals
 
 OK = torch.linspace(0, 1, 12).view(4, 3)
 
@@ -49,6 +51,7 @@ def second_derivative(rank: int) -> object:
     return grad.square().sum().backward()
 
 
+DIMENSIONS = "expected 4D input (got 3D input)"
 REFUSED: dict[str, tuple[Any, ...]] = {
     "channels": (
         lambda r: synced(nn.BatchNorm1d(3 + r))(torch.ones(4, 3 + r)),
@@ -81,6 +84,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "a second derivative": (second_derivative, ("second derivative of SyncBatchNorm call 1", "create_graph=True")),
     "statistics by hand": (lambda r: synced(ByHand(3))(OK), ("ByHand.forward", "torch.nn.functional.batch_norm")),
+    "another number of dimensions on one rank": (
+        lambda r: synced(nn.BatchNorm2d(3))(torch.ones(2, 3, 2, *[2] * r)),
+        DIMENSIONS,
+        "PeerError",
+        2,
+        True,
+        {0: f"ValueError: {DIMENSIONS}"},
+    ),
     "too few values in one part": (
         lambda r: SyncBatchNorm(group_size=2).apply(nn.BatchNorm1d(3))(torch.ones([3, 3, 0, 1][r], 3)),
         ("Expected more than 1 value", "rank 3: 1 value per channel"),
@@ -89,17 +100,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
 }
 test_ranks_that_disagree_get_the_same_error = refusals(__name__, "REFUSED")
-
-
-def wrong_number_of_dimensions() -> object:
-    return synced(nn.BatchNorm2d(3))(torch.ones(2, 3, 2, *[2] * dist.get_rank()))
-
-
-def test_an_error_on_one_rank_reaches_the_others(pool: RankPool) -> None:
-    first, second = pool.errors(2, wrong_number_of_dimensions)
-    assert (first.type, second.type) == ("ValueError", "PeerError")
-    assert "expected 4D input (got 3D input)" in first.message
-    assert first.message in second.message
 
 
 ALONE_TOO: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
@@ -190,3 +190,42 @@ ORDERS: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
 OF_THREE = {name: (*row, "ConfigurationError", 3) for name, row in ORDERS.items()}
 _warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 test_wrong_orders_and_groups_are_errors_by_name = _warns(refusals(__name__, "OF_THREE"))
+
+
+# ---------------------------------------------------------------------- fits
+
+
+def fitting(job: Any, *words: str, strategy: Any = None, **row: Any) -> Refused:
+    """Under ddp no strategy of ours passes on what one rank alone meets, but here all meet it."""
+    return Refused(lambda _: fit(job, strategy or {}, **OURS), words, **row)
+
+
+def fit_in_pairs(job: Any) -> None:
+    fit(job, {}, plugins=[SyncBatchNorm(group_size=2)])
+
+
+ONE_MORE, LEFT_OUT = partial(SkipsOnARank, "one forward more"), partial(SkipsOnARank, "left out")
+CALL_3 = "SyncBatchNorm `encoder.1` call 3"
+FITS: dict[str, Refused] = {
+    "unregistered": fitting(Hidden, "BatchNorm1d at self.kept[0].0", "not synchronised", "nn.ModuleList"),
+    "one forward more": fitting(ONE_MORE, CALL_3),
+    "one forward more, under ddp": fitting(ONE_MORE, "SyncBatchNorm `encoder.1`", strategy="ddp"),
+    "left out": fitting(
+        LEFT_OUT,
+        "batch norms that the loss depends on",
+        "SyncBatchNorm `encoder.1` call 2",
+        "rank 1: 1 in common\n",
+    ),
+    "left out, under ddp": fitting(LEFT_OUT, "batch norms that the loss depends on", strategy="ddp"),
+    "another width": fitting(partial(SkipsOnARank, "one channel more"), "ranks met at different places"),
+    "an error between forward and backward": fitting(
+        partial(SkipsOnARank, "fails"), "PeerError: ", "rank 1 alone", own={1: "KeyError"}
+    ),
+    # ranks that part in one group end all groups
+    "one forward more in a pair": Refused(lambda _: fit_in_pairs(ONE_MORE), (CALL_3, "rank 3"), ranks=4),
+    # told before the first step
+    "a group size that does not divide": Refused(
+        lambda _: fit_in_pairs(Normed), ("group_size", "a divisor of the 3 ranks", "got 2"), ranks=3
+    ),
+}
+test_fits = refusals(__name__, "FITS")
