@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 from benchmarks.trainers import QUIET, make_trainer
-from tests.oracle import own
+from lightning_ddp_losses.testing import RankPool
+from tests.oracle import assert_close, own
 
 __all__ = [
     "QUIET",
     "MeanSquare",
     "Trained",
+    "assert_fit_as_one_process",
     "fitted",
     "grads_of",
     "listed",
@@ -42,15 +44,21 @@ def trainer_alone(**options: Any) -> Trainer:
         return Trainer(accelerator="cpu", devices=1, **(QUIET | options))
 
 
-def fitted(
-    module: LightningModule, strategy: str, data: Any, sizes: Sequence[int], **options: Any
-) -> dict[str, Tensor]:
-    """Weights after a fit on one batch, of all ranks or in one process; `data` has a row for each row of the batch."""
-    on_ranks = dist.is_initialized()
-    trainer = make_trainer(strategy, **options) if on_ranks else trainer_alone(**options)
+def fitted(make: Callable[[], LightningModule], data: Any, sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Weights after three steps on one batch, of all ranks or in one process; `data` has a row for each row of the batch."""
+    on_ranks, module = dist.is_initialized(), make()
+    trainer = make_trainer("ddp_losses", max_epochs=3) if on_ranks else trainer_alone(max_epochs=3)
     rows = Subset(data, range(len(data))[own(sizes)]) if on_ranks else data
     trainer.fit(module, DataLoader(rows, batch_size=len(data)))
     return weights_of(module)
+
+
+def assert_fit_as_one_process(pool: RankPool, make: Callable[[], LightningModule], data: Any) -> None:
+    """Fail unless two ranks train as one process does, in float32."""
+    (truth,) = pool.run(1, fitted, make, data, [len(data)], distributed=False)
+    half = len(data) // 2
+    for found in pool.run(2, fitted, make, data, [half, len(data) - half]):
+        assert_close(found, truth, rtol=1e-6)
 
 
 def listed(batches: Sequence[Any]) -> DataLoader[Any]:
