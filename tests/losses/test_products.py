@@ -36,7 +36,7 @@ from tests.doors import (
 from tests.oracle import clip_of, graded, joined, normal, own, siglip_of
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
-from tests.tensor_cores import multiplying_bf16
+from tests.tensor_cores import multiplying_bf16, off
 
 ROWS, DIM, CLASSES = 60, 24, 9
 SIZES = {1: [60], 2: [23, 37], 3: [31, 0, 29]}
@@ -129,10 +129,6 @@ def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
     part = own(SIZES[dist.get_world_size()])
     cases = [(name, *limit) for limit in LIMITS for name in names]
     return {f"{name}; {choice}; {values}": evaluate(name, values, choice, part) for name, choice, values in cases}
-
-
-def off(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))

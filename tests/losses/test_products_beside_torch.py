@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, SigLipLoss
 from tests.oracle import clip_of
-from tests.tensor_cores import multiplying_bf16
+from tests.tensor_cores import multiplying_bf16, off
 
 ROWS, DIM = 384, 48
 KINDS = ("random", "cone", "trained", "unit")
@@ -84,10 +84,6 @@ def by_us(loss: str, kind: str, scale: float, products: str = "auto") -> tuple[d
     if loss == "SigLIP":
         found["bias"] = module.logit_bias.grad
     return found, calls
-
-
-def off(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import ProductForm, choose_form, towers
 from tests.fits import Trained, listed, make_trainer
-from tests.oracle import assert_close, batches, cuts, differences
+from tests.oracle import assert_close, batches, cuts, differences, own
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"]
@@ -300,8 +300,7 @@ class GlobalInHalf(OneLayer):  # keeps what its loss over all ranks is given, an
 
 
 def half_precision_step(name: str, precision: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    part = cuts_of(ROWS_OF_RANKS)[rank]
+    part = own(ROWS_OF_RANKS)
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(sum(ROWS_OF_RANKS), TASK.features, generator=generator)
     module = GlobalInHalf(name)
@@ -317,11 +316,6 @@ def half_precision_step(name: str, precision: str) -> dict[str, Any]:
     }
 
 
-def cuts_of(sizes: list[int]) -> list[slice]:
-    stops = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", OURS)
 def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, name: str, precision: str) -> None:
@@ -335,12 +329,14 @@ def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, nam
     loss = OURS[name][1]().double()
     expected = loss(leaf, torch.cat([rank["labels"] for rank in ranks]))
     expected.backward()
-    for rank, part in zip(ranks, cuts_of(ROWS_OF_RANKS), strict=True):
+    for number, rank in enumerate(ranks):
         assert rank["value"].dtype == torch.float32
         torch.testing.assert_close(rank["value"].double(), expected.detach(), rtol=1e-5, atol=0)
         # DDP takes the mean over ranks; what goes back into bfloat16 rows is rounded once
         assert leaf.grad is not None
-        torch.testing.assert_close(rank["back"].double() / 3, leaf.grad[part], rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(
+            rank["back"].double() / 3, leaf.grad[own(ROWS_OF_RANKS, number)], rtol=2**-8, atol=1e-6
+        )
     # each rank has the gradient of the whole weight, or of its classes
     for number, parameter in enumerate(loss.parameters()):
         whole = parameter.grad
@@ -380,11 +376,9 @@ def forms(precision: str, wide: bool) -> dict[str, set[str]]:
         found.setdefault(title.partition("(")[0], set()).add(form)
         return form
 
-    part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
-    data = DataLoader([(x[part].float(), y[part]) for x, y in batches(TASK)], batch_size=None)
     patched = mock.patch.object
     with patched(global_batch, "choose_form", noting), patched(towers, "choose_form", noting):
-        make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data)
+        make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data())
     return found
 
 
