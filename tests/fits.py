@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
@@ -30,6 +31,8 @@ __all__ = [
     "make_trainer",
     "mean_over_ranks",
     "said_on_rank_zero",
+    "scale_of",
+    "scaled",
     "trainer_alone",
     "weights_of",
     "whole",
@@ -59,6 +62,19 @@ def assert_fit_as_one_process(pool: RankPool, make: Callable[[], LightningModule
     half = len(data) // 2
     for found in pool.run(2, fitted, make, data, [half, len(data) - half]):
         assert_close(found, truth, rtol=1e-6)
+
+
+def scaled(init_scale: float = 2.0**4) -> MixedPrecision:
+    """The plugin of float16 whose scale falls where a gradient overflows, and does not grow in a few steps."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=100))
+
+
+def scale_of(trainer: Trainer) -> float:
+    """What losses are multiplied by."""
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, MixedPrecision)
+    assert plugin.scaler is not None
+    return plugin.scaler.get_scale()
 
 
 def listed(batches: Sequence[Any]) -> DataLoader[Any]:

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -22,7 +21,7 @@ from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import ProductForm, choose_form, towers
-from tests.fits import Trained, listed, make_trainer
+from tests.fits import Trained, listed, make_trainer, scale_of, scaled
 from tests.oracle import assert_close, batches, cuts, differences, own
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
 
@@ -208,12 +207,11 @@ class Overflows(Learnable):  # in batch 1 the inputs of the last rank are more t
 
 def fit_scaled(make: Any) -> tuple[dict[str, Tensor], float, torch.dtype, int]:
     """The state, the scale, the dtype of Adam's memory of W and the steps that Adam took, under float16 with a scaler."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
     module = make()
-    trainer = make_trainer(strategy_of({}), plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer = make_trainer(strategy_of({}), plugins=[scaled()])
     trainer.fit(module, data())
     state = trainer.optimizers[0].state[module.loss.W]
-    return dict(module.state_dict()), scaler.get_scale(), state["exp_avg"].dtype, int(state["step"])
+    return dict(module.state_dict()), scale_of(trainer), state["exp_avg"].dtype, int(state["step"])
 
 
 @pytest.mark.parametrize("make", [Learnable, Overflows])

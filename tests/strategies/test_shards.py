@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import Operators
 from tests.doors import Shards, process_groups, tag_shard
-from tests.fits import make_trainer, trainer_alone, weights_of
+from tests.fits import make_trainer, scale_of, scaled, trainer_alone, weights_of
 from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss
@@ -192,11 +191,9 @@ class Overflow(Callback):  # one rank's shard overflows in one step
 
 def overflow() -> tuple[dict[str, Tensor], float]:
     module = Sharded()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    trainer = make_trainer(DDPLossStrategy(), plugins=[plugin], callbacks=[Overflow()])
+    trainer = make_trainer(DDPLossStrategy(), plugins=[scaled(8.0)], callbacks=[Overflow()])
     trainer.fit(module, loader())
-    return weights_of(module), scaler.get_scale()
+    return weights_of(module), scale_of(trainer)
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
