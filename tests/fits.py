@@ -5,29 +5,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 from benchmarks.trainers import QUIET, make_trainer
-from tests.oracle import own
+from lightning_ddp_losses.testing import RankPool
+from tests.oracle import assert_close, own
 
 __all__ = [
     "QUIET",
     "MeanSquare",
     "Trained",
+    "assert_fit_as_one_process",
     "fitted",
     "grads_of",
     "listed",
     "make_trainer",
     "mean_over_ranks",
     "said_on_rank_zero",
+    "scale_of",
+    "scaled",
     "trainer_alone",
     "weights_of",
     "whole",
@@ -42,15 +47,34 @@ def trainer_alone(**options: Any) -> Trainer:
         return Trainer(accelerator="cpu", devices=1, **(QUIET | options))
 
 
-def fitted(
-    module: LightningModule, strategy: str, data: Any, sizes: Sequence[int], **options: Any
-) -> dict[str, Tensor]:
-    """Weights after a fit on one batch, of all ranks or in one process; `data` has a row for each row of the batch."""
-    on_ranks = dist.is_initialized()
-    trainer = make_trainer(strategy, **options) if on_ranks else trainer_alone(**options)
+def fitted(make: Callable[[], LightningModule], data: Any, sizes: Sequence[int]) -> dict[str, Tensor]:
+    """Weights after three steps on one batch, of all ranks or in one process; `data` has a row for each row of the batch."""
+    on_ranks, module = dist.is_initialized(), make()
+    trainer = make_trainer("ddp_losses", max_epochs=3) if on_ranks else trainer_alone(max_epochs=3)
     rows = Subset(data, range(len(data))[own(sizes)]) if on_ranks else data
     trainer.fit(module, DataLoader(rows, batch_size=len(data)))
     return weights_of(module)
+
+
+def assert_fit_as_one_process(pool: RankPool, make: Callable[[], LightningModule], data: Any) -> None:
+    """Fail unless two ranks train as one process does, in float32."""
+    (truth,) = pool.run(1, fitted, make, data, [len(data)], distributed=False)
+    half = len(data) // 2
+    for found in pool.run(2, fitted, make, data, [half, len(data) - half]):
+        assert_close(found, truth, rtol=1e-6)
+
+
+def scaled(init_scale: float = 2.0**4) -> MixedPrecision:
+    """The plugin of float16 whose scale falls where a gradient overflows, and does not grow in a few steps."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=100))
+
+
+def scale_of(trainer: Trainer) -> float:
+    """What losses are multiplied by."""
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, MixedPrecision)
+    assert plugin.scaler is not None
+    return plugin.scaler.get_scale()
 
 
 def listed(batches: Sequence[Any]) -> DataLoader[Any]:

@@ -124,6 +124,21 @@ def train(
     return values
 
 
+def clip_of(logits: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """CLIP's loss of products of images and texts; texts without an image follow those that have one."""
+    target = torch.arange(len(logits))
+    of_texts = logits[:, : len(logits)].t()
+    first = nn.functional.cross_entropy(logits, target, label_smoothing=label_smoothing)
+    second = nn.functional.cross_entropy(of_texts, target, label_smoothing=label_smoothing)
+    return (first + second) / 2
+
+
+def siglip_of(logits: Tensor) -> Tensor:
+    """SigLIP's loss of products of images and texts; texts without an image follow those that have one."""
+    signs = 2 * torch.eye(*logits.shape, dtype=logits.dtype) - 1
+    return -nn.functional.logsigmoid(signs * logits).sum() / len(logits)
+
+
 def own(sizes: Sequence[int], rank: int | None = None) -> slice:
     """Which rows of a global batch a rank has (None: this one, the first where there are none), of so many on each rank."""
     rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from tests.doors import forms
 
-__all__ = ["multiplying_bf16"]
+__all__ = ["multiplying_bf16", "off"]
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((got.double() - expected).norm() / expected.norm())
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from lightning_ddp_losses import ClipLoss, SigLipLoss
 from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, cut, lay_out, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, leaf, zero_or
-from tests.oracle import normal
+from tests.oracle import clip_of, normal, siglip_of
 
 # whose number it is, and what the caller hands over of a parameter of its own
 GIVEN = ["plain number", "constant", "parameter", "result", "one element"]
@@ -114,15 +114,10 @@ def textbook(case: Case, a: Tensor, b: Tensor, extra: Tensor, queue: Tensor, roo
     scale = root if case.scale == "parameter" else root.exp()
     if case.scale == "own" and case.max_scale is not None:
         scale = scale.clamp(max=case.max_scale)
-    target = torch.arange(len(images))
     logits = scale * images @ torch.cat(columns).t()
     if case.loss == "clip":
-        back = scale * columns[0] @ images.t()
-        terms = [functional.cross_entropy(z, target, label_smoothing=case.smoothing) for z in (logits, back)]
-        return torch.stack(terms).mean()
-    signs = -torch.ones_like(logits)
-    signs[target, target] = 1
-    return -functional.logsigmoid(signs * (logits + bias)).sum() / len(images)
+        return clip_of(logits, label_smoothing=case.smoothing)
+    return siglip_of(logits + bias)
 
 
 def size_of_logits(case: Case, a: Tensor, b: Tensor) -> float:

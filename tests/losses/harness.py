@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from tests.doors import process_groups
-from tests.oracle import Encoder, Found, Place, Task, assert_near, joined, own, problem
+from tests.oracle import Encoder, Found, Place, Task, assert_near, joined, normal, own, problem
 
 ROWS, DIM, CLASSES = 12, 6, 4
 TASK = Task(rows=ROWS, features=5, dim=DIM, classes=CLASSES)
@@ -26,6 +26,7 @@ SPLITS: dict[int, dict[str, list[int]]] = {  # rows per rank
     2: {"even": [6, 6], "uneven": [4, 8], "a rank without rows": [0, 12]},
     3: {"even": [4, 4, 4], "uneven": [1, 4, 7], "a rank without rows": [5, 0, 7]},
 }
+SEVEN: dict[int, list[int]] = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
 
 def splits_by_turns(number: int, world_size: int) -> dict[str, list[int]]:
@@ -79,20 +80,27 @@ def line_of_rows(width: int = DIM, count: int = 4, dtype: torch.dtype = torch.fl
     return torch.linspace(-1, 1, count * width, dtype=dtype).view(count, width).sin().requires_grad_()
 
 
+def small_net() -> nn.Sequential:
+    """From three features to two numbers."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def seven_rows() -> Tensor:
+    """The features of as many rows as `SEVEN` cuts."""
+    return normal(7, 3, seed=4)
+
+
 def global_rows() -> Rows:
     """The one global batch: as many rows of each class; two views; targets for torch's losses."""
     generator = torch.Generator().manual_seed(11)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
     labels = torch.arange(ROWS) % CLASSES
     return {
-        "features": normal(ROWS, TASK.features),
-        "views": normal(ROWS, TASK.features),
-        "third": normal(ROWS, TASK.features),
+        "features": normal(ROWS, TASK.features, seed=generator),
+        "views": normal(ROWS, TASK.features, seed=generator),
+        "third": normal(ROWS, TASK.features, seed=generator),
         "labels": labels[torch.randperm(ROWS, generator=generator)],
-        "targets": normal(ROWS, DIM),
+        "targets": normal(ROWS, DIM, seed=generator),
         "signs": torch.randint(2, (ROWS,), generator=generator).double() * 2 - 1,
         "bits": torch.randint(2, (ROWS, DIM), generator=generator).double(),
     }

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +18,9 @@ from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, InputError, cert
 from lightning_ddp_losses.testing import RankPool
 from tests import fits
 from tests.each_rank import each_rank
+from tests.losses.harness import SEVEN
 from tests.oracle import Found, Place, assert_close, own, parity
 from tests.refusals import Refused, refusals
-
-ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
 
 def dice(logits: Tensor, target: Tensor) -> Tensor:
@@ -93,7 +91,7 @@ def play(place: Place, kind: str, options: dict[str, Any]) -> Found:
 @pytest.mark.parametrize("options", [{}, {"mode": "replicated"}, {"backward": "sum"}], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, options: dict[str, Any]) -> None:
-    parity(pool, play, ROWS[world_size], options, cases=FUNCTIONS, every_rank=True)
+    parity(pool, play, SEVEN[world_size], options, cases=FUNCTIONS, every_rank=True)
 
 
 @each_rank(2)
@@ -118,7 +116,7 @@ def test_views_are_gathered() -> None:
 @each_rank(2)
 def test_a_copy_and_a_pickle_compute_the_same() -> None:
     rows, target = batch()
-    part, logits = own(ROWS[2]), rows[:, :2]
+    part, logits = own(SEVEN[2]), rows[:, :2]
     for function in (dice, functools.partial(scaled_spread, scale=2.0), Covariance(3)):
         loss = GlobalBatchLoss(function)
         expected = {"value": function(logits, target)}
@@ -228,11 +226,12 @@ def test_a_certificate_says_what_is_sent() -> None:
     assert "at most" in str(sent)
 
 
-class Fit(pl.LightningModule):
+class Fit(fits.Trained):
     """Trains on a batch Dice."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    lr = 0.5
+
+    def build(self) -> None:
         self.net = Model().layer.float()
         self.loss = GlobalBatchLoss(dice)
 
@@ -240,17 +239,7 @@ class Fit(pl.LightningModule):
         rows, target = batch
         return self.loss(self.net(rows), target)
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.5)
-
-
-def fitted() -> dict[str, Tensor]:
-    """Train for three steps on the rows of one batch, of all ranks or in one process."""
-    data = torch.utils.data.TensorDataset(*(each.float()[:6] for each in batch()))
-    return fits.fitted(Fit(), "ddp_losses", data, [3, 3], max_epochs=3)
-
 
 def test_a_fit(pool: RankPool) -> None:
-    (oracle,) = pool.run(1, fitted, distributed=False)
-    for found in pool.run(2, fitted):
-        assert_close(found, oracle, rtol=1e-6)
+    data = torch.utils.data.TensorDataset(*(each.float()[:6] for each in batch()))
+    fits.assert_fit_as_one_process(pool, Fit, data)

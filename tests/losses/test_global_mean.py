@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,19 +15,9 @@ from lightning_ddp_losses import InputError, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
-from tests.oracle import Found, Place, normal, parity
+from tests.losses.harness import SEVEN, seven_rows, small_net
+from tests.oracle import Found, Place, parity
 from tests.refusals import refusals
-
-ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
-
-
-def net() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def batch() -> Tensor:
-    return normal(7, 3, seed=4)
 
 
 def sums(model: Any, rows: Tensor) -> tuple[Tensor, list[int]]:
@@ -37,8 +27,8 @@ def sums(model: Any, rows: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def play(place: Place, how: str) -> Found:
-    model = place.ddp(net())
-    total, counts = sums(model, place.own(batch()))
+    model = place.ddp(small_net())
+    total, counts = sums(model, place.own(seven_rows()))
     if place.alone:
         means = total / torch.tensor(counts)
     elif how == "together":
@@ -51,18 +41,18 @@ def play(place: Place, how: str) -> Found:
 @pytest.mark.parametrize("how", ["together", "one by one"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_process(pool: RankPool, world_size: int, how: str) -> None:
-    parity(pool, play, ROWS[world_size], how, every_rank=True)
+    parity(pool, play, SEVEN[world_size], how, every_rank=True)
 
 
 @each_rank(2)
 def test_autocast_and_halves() -> None:
-    model = DistributedDataParallel(net().float())
+    model = DistributedDataParallel(small_net().float())
     with torch.autocast("cpu", torch.bfloat16):
-        out = model(batch().float())
+        out = model(seven_rows().float())
         value = global_mean(out.sum(), out.numel())
     value.backward()
     assert value.dtype == torch.float32
-    assert value.item() == pytest.approx(float(net()(batch()).mean().detach()), abs=0.02)
+    assert value.item() == pytest.approx(float(small_net()(seven_rows()).mean().detach()), abs=0.02)
 
 
 @each_rank(2)

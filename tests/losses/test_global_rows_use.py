@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from lightning_ddp_losses.testing import RankPool
 from tests import fits
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
+from tests.losses.harness import SEVEN, seven_rows, small_net
 from tests.losses.rows_cases import dice, vicreg
-from tests.oracle import Found, Place, assert_close, normal, own, parity
-
-ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
+from tests.oracle import Found, Place, assert_close, own, parity
 
 
 class Spread(nn.Module):
@@ -45,20 +44,11 @@ class CentredLoss(nn.Module):
         return -(wanted * (student * self.scale).log_softmax(1)).sum(1).mean() + student.std(0).square().sum()
 
 
-def net() -> nn.Module:
-    torch.manual_seed(2)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def batch() -> Tensor:
-    return normal(7, 3, seed=4)
-
-
 def play(place: Place) -> Found:
     """The value and the gradients of the second of two calls, and the centre."""
-    model, plain = place.ddp(net()), CentredLoss()
+    model, plain = place.ddp(small_net()), CentredLoss()
     loss = plain if place.alone else DistributedDataParallel(GlobalBatchLoss(plain, mode="rows"))
-    rows = place.own(batch())
+    rows = place.own(seven_rows())
     loss(model(rows), model(rows * 2))
     found = place.graded(loss(model(rows), model(rows * 2)), net=model, loss=plain)
     return found | {"centre": plain.centre.clone()}
@@ -66,7 +56,7 @@ def play(place: Place) -> Found:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_module_with_state_and_weights(pool: RankPool, world_size: int) -> None:
-    parity(pool, play, ROWS[world_size], every_rank=True)
+    parity(pool, play, SEVEN[world_size], every_rank=True)
 
 
 @each_rank(2)
@@ -75,11 +65,10 @@ def test_auto_is_as_it_was() -> None:
     assert GlobalBatchLoss(CentredLoss()).exact_modes() == ("replicated", "rows")
 
 
-def counted(rows: int) -> tuple[int, int, int]:
-    """Collectives of a Dice forward and backward, and their bytes."""
-    logits, target = torch.randn(rows, 3, 8, 8).double().requires_grad_(), torch.zeros(rows, 8, 8).long()
+def counted(formula: Callable[..., Tensor], *given: Tensor) -> tuple[int, int, int]:
+    """Collectives of a formula forward and backward, and their bytes."""
     with CountCollectives() as collectives:
-        value = global_rows(dice, logits, target, name="dice")
+        value = global_rows(formula, *given, name="counted")
         forward = len(collectives.take())
         value.backward()
         return forward, len(collectives.take()), collectives.num_bytes
@@ -100,8 +89,11 @@ def test_views_one_after_another_are_refused() -> None:
 
 @each_rank(2, fresh=True)
 def test_dice_sends_two_sums_and_no_row() -> None:
-    counted(2)
-    few, many = counted(2), counted(50)
+    def of_dice(rows: int) -> tuple[int, int, int]:
+        return counted(dice, torch.randn(rows, 3, 8, 8).double().requires_grad_(), torch.zeros(rows, 8, 8).long())
+
+    of_dice(2)
+    few, many = of_dice(2), of_dice(50)
     # before the formula, and after it, with the overlap and the size. A sum needs nothing in backward
     assert few == many
     assert few[:2] == (2, 0)
@@ -110,23 +102,18 @@ def test_dice_sends_two_sums_and_no_row() -> None:
 
 @each_rank(2, fresh=True)
 def test_vicreg_sends_sums_only() -> None:
-    def exchanged(rows: int) -> tuple[int, int, int]:
-        first, second = (torch.randn(rows, 4).double().requires_grad_() for _ in range(2))
-        with CountCollectives() as collectives:
-            value = global_rows(vicreg, first, second, name="vicreg")
-            forward = len(collectives.take())
-            value.backward()
-            return forward, len(collectives.take()), collectives.num_bytes
+    def of_vicreg(rows: int) -> tuple[int, int, int]:
+        return counted(vicreg, *(torch.randn(rows, 4).double().requires_grad_() for _ in range(2)))
 
     for rows in (4, 300):
-        exchanged(rows)  # the second call does not need all handshakes of the first one
-    assert exchanged(4) == exchanged(300)
+        of_vicreg(rows)  # the second call does not need all handshakes of the first one
+    assert of_vicreg(4) == of_vicreg(300)
 
 
 @each_rank(2)
-def test_another_dimension_of_rows_and_a_tensor_that_is_no_batch() -> None:
+def test_another_dimension_of_rows_and_a_tensor_that_is_no_seven_rows() -> None:
     whole = torch.arange(21.0).view(3, 7).double()
-    part = own(ROWS[2])
+    part = own(SEVEN[2])
     table = torch.tensor([[1.0], [2.0], [3.0]]).double().requires_grad_()
     value = global_rows(
         lambda x, t: (x * t).sum(1).square().sum() + x.t().std(), whole[:, part], table, batch_dims={0: 1, 1: None}
@@ -163,10 +150,10 @@ def test_one_draw_for_all_rows() -> None:
 
 @each_rank(2)
 def test_autocast_and_halves() -> None:
-    rows = batch()[own(ROWS[2])].float()
+    rows = seven_rows()[own(SEVEN[2])].float()
     with torch.autocast("cpu", torch.bfloat16):
         value = global_rows(lambda x: (x.T @ x).square().sum(), rows.bfloat16())
-    whole = batch().float().bfloat16().float()
+    whole = seven_rows().float().bfloat16().float()
     assert value.dtype == torch.float32
     assert float(value) == pytest.approx(float((whole.T @ whole).square().sum()), rel=1e-5)
 
@@ -174,9 +161,9 @@ def test_autocast_and_halves() -> None:
 @each_rank(2)
 def test_inference() -> None:
     with torch.inference_mode():
-        rows = batch()[own(ROWS[2])] * 1
+        rows = seven_rows()[own(SEVEN[2])] * 1
         value = global_rows(lambda x: (x - x[0]).flip(0).cumsum(0).std() + x.var(0).sum(), rows)
-    whole = batch()
+    whole = seven_rows()
     assert_close({"value": value}, {"value": (whole - whole[0]).flip(0).cumsum(0).std() + whole.var(0).sum()})
 
 
@@ -192,36 +179,25 @@ def test_no_rows_anywhere() -> None:
 @each_rank(2)
 def test_rows_that_were_kept_are_refused() -> None:
     kept = []
-    rows = batch()[own(ROWS[2])]
+    rows = seven_rows()[own(SEVEN[2])]
     global_rows(lambda x: kept.append(x) or x.sum(), rows)
     with pytest.raises(Exception, match="kept from an earlier call"):
         kept[0].sum()
 
 
-class Fit(pl.LightningModule):
+class Fit(fits.Trained):
     """Trains on the covariance of the whole batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net().float()
+    def build(self) -> None:
+        self.net = small_net().float()
 
     def training_step(self, rows: Tensor, index: int) -> Tensor:
         out = self.net(rows)
         return global_rows(lambda z: (z.T @ z / len(z) - torch.eye(2)).square().sum(), out, name="covariance")
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def fitted() -> dict[str, Tensor]:
-    """Train for three steps on the rows of one batch, of all ranks or in one process."""
-    return fits.fitted(Fit(), "ddp_losses", batch().float()[:6], [3, 3], max_epochs=3)
-
 
 def test_a_fit(pool: RankPool) -> None:
-    (oracle,) = pool.run(1, fitted, distributed=False)
-    for found in pool.run(2, fitted):
-        assert_close(found, oracle, rtol=1e-6)
+    fits.assert_fit_as_one_process(pool, Fit, seven_rows().float()[:6])
 
 
 def accumulate(kind: str) -> None:
@@ -229,7 +205,7 @@ def accumulate(kind: str) -> None:
     options = {"views": 2} if kind == "views" else {"mode": "rows"}
     loss = GlobalBatchLoss(Spread(), **options)
     with accumulation_window(net, micro_batches=1) as window:
-        with window.micro_batch():
+        with window.micro_seven_rows():
             rows = net(torch.ones(2 + 2 * dist.get_rank(), 3).double())
             value = global_rows(Spread(), rows, name="spread") if kind == "a formula" else loss(rows)
         value.backward()

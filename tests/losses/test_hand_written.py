@@ -148,33 +148,26 @@ def test_the_strategy_makes_the_losses_of_an_unchanged_module_global(pool: RankP
         assert_close(ours, state)
 
 
-def miner_and_classes(wrap: bool) -> list[float]:
-    """ArcFace weighted by mined tuples; on ranks the miner is global too."""
-    torch.manual_seed(2)
-    encoder, loss, miner = Encoder(TASK).double(), LOSSES["elements"]().double(), miners.BatchHardMiner()
-    part = own(SIZES[dist.get_world_size()]) if wrap else slice(None)
-    judge, find = (GlobalBatchLoss(loss), GlobalBatchMiner(miner)) if wrap else (loss, miner)
-    parameters = [*encoder.parameters(), *loss.parameters()]
-    optimizer, values = sgd(parameters), []
-    for features, labels in STEPS:
-        embeddings = encoder(features[part])
-        value = judge(embeddings, labels[part], find(embeddings, labels[part]))
-        optimizer.zero_grad()
-        value.backward()
-        for parameter in parameters if wrap else []:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        values.append(value.item())
-    return values
+def mined(encoder: Any, loss: Any, miner: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    """A loss weighted by mined tuples."""
+    embeddings = encoder(rows)
+    value: Tensor = loss(embeddings, labels, miner(embeddings, labels))
+    return value
+
+
+def mined_on_ranks() -> tuple[list[float], dict[str, Tensor]]:
+    model, miner = Model("elements", wrap=True), GlobalBatchMiner(miners.BatchHardMiner())
+    encoder, loss = DistributedDataParallel(model.encoder), DistributedDataParallel(model.loss)
+    return trained(model, partial(mined, encoder, loss, miner), own(SIZES[dist.get_world_size()]))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_mined_weights_train_as_in_one_process(pool: RankPool, world_size: int) -> None:
-    assert (
-        pool.run(world_size, miner_and_classes, True)
-        == [pytest.approx(miner_and_classes(False), rel=1e-9)] * world_size
-    )
+    model = Model("elements", wrap=False)
+    expected, state = trained(model, partial(mined, model.encoder, model.loss, miners.BatchHardMiner()))
+    for values, ours in pool.run(world_size, mined_on_ranks):
+        assert values == pytest.approx(expected, rel=1e-9)
+        assert_close(ours, state)
 
 
 CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {

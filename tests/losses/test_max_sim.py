@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from tests.answers import assert_all_close
 from tests.counting import CountCollectives, sizes_of_results
 from tests.doors import max_sim
 from tests.each_rank import each_rank
-from tests.fits import make_trainer
+from tests.fits import Trained, make_trainer
 from tests.oracle import Found, Place, normal, parity
 from tests.processes import run_python
 from tests.refusals import Refused, refusals
@@ -168,20 +167,16 @@ def test_the_resident_set_is_a_tenth_of_all_products() -> None:
 # ---------------------------------------------------------------------- under the Trainer
 
 
-class Retriever(pl.LightningModule):
+class Retriever(Trained):
     """Trains queries and documents of one encoder."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.net, self.loss = net(), MaxSimLoss(0.7)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         queries, counts, documents, document_counts = batch
         masks = {"queries_mask": counts, "documents_mask": document_counts}
         return self.loss(self.net(queries), self.net(documents), **masks)  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 BATCHES = {1: [[range(6)], [range(6, 12)]], 2: [[range(2), range(2, 6)], [range(6, 11), range(11, 12)]]}

@@ -22,6 +22,7 @@ from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, Gl
 from tests.counting import nothing_rides
 from tests.doors import Ring, collectives, gathered_batch
 from tests.each_rank import each_rank
+from tests.oracle import own
 from tests.test_microbatch import Allocated
 
 WIDTH, CLASSES = 64, 6
@@ -70,8 +71,7 @@ Result = tuple[list[Tensor], int]
 def measure(name: str, dtypes: list[torch.dtype], narrow: torch.dtype) -> Result:
     """Value and gradients; bytes that this rank sent in forward, to be gathered or round a ring."""
     rank, sizes = dist.get_rank(), SIZES[dist.get_world_size()]
-    stop = sum(sizes[: rank + 1])
-    part = slice(stop - sizes[rank], stop)
+    part = own(sizes)
     generator = torch.Generator().manual_seed(0)
     rows, others = torch.randn(2, sum(sizes), WIDTH, generator=generator).to(narrow)[:, part]
     leaves = [rows.to(dtypes[rank]).requires_grad_(), others.to(dtypes[rank]).requires_grad_()]

@@ -33,10 +33,10 @@ from tests.doors import (
     unit_roundoff,
     unit_rows,
 )
-from tests.oracle import graded, joined, normal, own
+from tests.oracle import clip_of, graded, joined, normal, own, siglip_of
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
-from tests.tensor_cores import multiplying_bf16
+from tests.tensor_cores import multiplying_bf16, off
 
 ROWS, DIM, CLASSES = 60, 24, 9
 SIZES = {1: [60], 2: [23, 37], 3: [31, 0, 29]}
@@ -99,12 +99,10 @@ def textbook(name: str, loss: Any, images: Tensor, texts: Tensor) -> Tensor:
     """The loss in one process and float64, without any of our code."""
     if "not normalised" not in name:
         images, texts = functional.normalize(images, dim=1), functional.normalize(texts, dim=1)
-    logits, target = loss.logit_scale.exp() * images @ texts.t(), torch.arange(len(images))
+    logits = loss.logit_scale.exp() * images @ texts.t()
     if "SigLIP" in name:
-        signs = 2 * torch.eye(len(images), dtype=logits.dtype) - 1
-        return -functional.logsigmoid(signs * (logits + loss.logit_bias)).sum() / len(images)
-    smoothing = loss.label_smoothing
-    return sum(functional.cross_entropy(z, target, label_smoothing=smoothing) for z in (logits, logits.t())) / 2
+        return siglip_of(logits + loss.logit_bias)
+    return clip_of(logits, label_smoothing=loss.label_smoothing)
 
 
 def evaluate(name: str, values: str, choice: str | None, part: slice = slice(None)) -> dict[str, Tensor]:
@@ -131,10 +129,6 @@ def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
     part = own(SIZES[dist.get_world_size()])
     cases = [(name, *limit) for limit in LIMITS for name in names]
     return {f"{name}; {choice}; {values}": evaluate(name, values, choice, part) for name, choice, values in cases}
-
-
-def off(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))

@@ -18,9 +18,10 @@ from lightning_ddp_losses import ClipLoss, SigLipLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
+from tests.fits import grads_of
 from tests.losses.harness import DIM, SPLITS, TASK, own_rows
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import Encoder, Found, Place, assert_close, assert_near, normal, own, parity
+from tests.oracle import Encoder, Found, Place, assert_close, assert_near, clip_of, normal, own, parity, siglip_of
 from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
@@ -104,18 +105,10 @@ def textbook(case: Case, towers: Towers, images: Tensor, texts: Tensor, extra: A
         scale = given["logit_scale"]
     else:
         scale = loss.logit_scale.exp() if ceiling is None else loss.logit_scale.exp().clamp(max=ceiling)
-    logits, target = scale * images @ torch.cat(parts).t(), torch.arange(len(images))
+    logits = scale * images @ torch.cat(parts).t()
     if case.loss is ClipLoss:
-        smoothing = case.options.get("label_smoothing", 0.0)
-        paired = logits[:, : len(images)].t()
-        return sum(functional.cross_entropy(z, target, label_smoothing=smoothing) for z in (logits, paired)) / 2
-    signs = -torch.ones_like(logits)
-    signs[target, target] = 1
-    return -functional.logsigmoid(signs * (logits + given.get("logit_bias", loss.logit_bias))).sum() / len(images)
-
-
-def grads_of(towers: Towers) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
+        return clip_of(logits, label_smoothing=case.options.get("label_smoothing", 0.0))
+    return siglip_of(logits + given.get("logit_bias", loss.logit_bias))
 
 
 def play(place: Place, name: str, gather: str) -> Found:
@@ -145,9 +138,8 @@ def both_scales(place: Place, gather: str) -> Found:
     images = place.own(harness_rows()["targets"])
     texts = images.roll(1, 1)
     if place.alone:
-        logits, target = scale * functional.normalize(images) @ functional.normalize(texts).t(), torch.arange(12)
-        both = functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)
-        return place.graded(both / 2, scale=scale)
+        logits = scale * functional.normalize(images) @ functional.normalize(texts).t()
+        return place.graded(clip_of(logits), scale=scale)
     loss = ClipLoss(0.5, gather=gather).double()
     value = loss(images, texts, logit_scale=scale)
     found = place.graded(value, scale=scale)

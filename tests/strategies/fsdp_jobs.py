@@ -22,7 +22,7 @@ from lightning_ddp_losses import (
     SigLipLoss,
 )
 from tests.fits import make_trainer, weights_of
-from tests.oracle import Encoder
+from tests.oracle import Encoder, clip_of, siglip_of
 from tests.strategies.jobs import TASK, Job, fit_alone, loader, make_loss
 
 
@@ -81,10 +81,7 @@ class NaiveClip(nn.Module):  # the contrastive loss of two towers with a learnab
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         one, other = nn.functional.normalize(one), nn.functional.normalize(other)
-        logits = self.logit_scale.exp() * one @ other.T
-        target = torch.arange(len(logits))
-        cross_entropy = nn.functional.cross_entropy
-        return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
+        return clip_of(self.logit_scale.exp() * one @ other.T)
 
 
 class NaiveSigLip(nn.Module):  # the sigmoid loss of two towers with a learnable temperature and bias, written down
@@ -95,9 +92,7 @@ class NaiveSigLip(nn.Module):  # the sigmoid loss of two towers with a learnable
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         one, other = nn.functional.normalize(one), nn.functional.normalize(other)
-        logits = self.logit_scale.exp() * one @ other.T + self.logit_bias
-        is_pair = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
-        return -nn.functional.logsigmoid(is_pair * logits).sum() / len(logits)
+        return siglip_of(self.logit_scale.exp() * one @ other.T + self.logit_bias)
 
 
 class PlainClip(Towers):  # two towers and a temperature

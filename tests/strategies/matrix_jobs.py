@@ -13,7 +13,6 @@ import lightning.pytorch.callbacks as callbacks
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss
-from tests.fits import listed, make_trainer, trainer_alone, weights_of
+from tests.fits import listed, make_trainer, scaled, trainer_alone, weights_of
 from tests.oracle import Encoder, batches, cuts
 from tests.strategies.jobs import TASK, make_loss
 
@@ -170,8 +169,7 @@ def trainer_options(cell: Cell, *, ours: bool) -> dict[str, Any]:
     elif cell["averaged"] == "EMA":
         options["callbacks"] = [callbacks.EMAWeightAveraging(decay=0.8)]
     if ours and cell["precision"] == "16-mixed":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
-        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+        options["plugins"] = [scaled()]
     elif ours and cell["precision"] != "float64":
         options["precision"] = cell["precision"]
     return options

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from tests.each_rank import each_rank
-from tests.fits import make_trainer, said_on_rank_zero
+from tests.fits import Trained, make_trainer, said_on_rank_zero
 
 WIDTH = 4
 STRATEGIES = [DDPLossStrategy, ModelParallelLossStrategy]
@@ -31,24 +31,24 @@ class NormedRows(nn.Module):
         return self.norm(rows).square().mean()
 
 
-class InLoss(LightningModule):
-    """A batch norm in a loss over the rows of all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.loss = nn.Linear(WIDTH, WIDTH), GlobalBatchLoss(NormedRows())
+class OnRows(Trained):
+    """Trains on any rows."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.randn(16, WIDTH)), batch_size=4)
 
+
+class InLoss(OnRows):
+    """A batch norm in a loss over the rows of all ranks."""
+
+    def build(self) -> None:
+        self.encoder, self.loss = nn.Linear(WIDTH, WIDTH), GlobalBatchLoss(NormedRows())
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.loss(self.encoder(batch[0]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
-
-class Normed(LightningModule):
+class Normed(OnRows):
     """A head behind a batch norm."""
 
     def __init__(self, *, frozen: bool = False) -> None:
@@ -62,19 +62,13 @@ class Normed(LightningModule):
     def on_train_start(self) -> None:
         self.norm.train(not self.frozen)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(16, WIDTH)), batch_size=4)
-
-    val_dataloader = train_dataloader
+    val_dataloader = OnRows.train_dataloader
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self.head(self.norm(batch[0])).square().mean()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def said(made: Callable[[], Any], module: LightningModule, stage: str = "fit", **options: Any) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -17,7 +16,7 @@ from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrat
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.doors import local_part
-from tests.fits import make_trainer, weights_of
+from tests.fits import make_trainer, scale_of, scaled, weights_of
 from tests.oracle import assert_close
 from tests.refusals import assert_same_error
 from tests.strategies.fsdp_jobs import KINDS, Towers, fit_kind_alone, fit_sharded_model, make_job
@@ -188,7 +187,6 @@ def test_an_error_that_a_fault_of_the_step_before_leads_to_names_it(pool: RankPo
 
 def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
     """Rank 1's part of the encoder's gradient overflows in the third batch."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
     module = make_job(kind, "adamw")
 
     def overflow() -> None:
@@ -196,9 +194,9 @@ def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
             local_part(dict(module.encoder.named_parameters())["0.weight"].grad)[0, 0] = torch.inf
 
     module.on_after_backward = overflow  # type: ignore[method-assign]
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    make_trainer(ModelParallelLossStrategy(), plugins=[plugin], gradient_clip_val=0.3).fit(module, loader())
-    return weights_of(module), scaler.get_scale()
+    trainer = make_trainer(ModelParallelLossStrategy(), plugins=[scaled()], gradient_clip_val=0.3)
+    trainer.fit(module, loader())
+    return weights_of(module), scale_of(trainer)
 
 
 class SkipsAStep(Towers):  # one process that leaves out the third step

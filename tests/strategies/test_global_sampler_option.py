@@ -9,6 +9,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,15 +49,11 @@ class Plain(Line):  # trains on what its user's loader yields
 @contextlib.contextmanager
 def global_seed(seed: int | None) -> Any:
     """What ``seed_everything`` leaves in the environment."""
-    before = os.environ.pop("PL_GLOBAL_SEED", None)
-    if seed is not None:
-        os.environ["PL_GLOBAL_SEED"] = str(seed)
-    try:
-        yield
-    finally:
+    with mock.patch.dict(os.environ):
         os.environ.pop("PL_GLOBAL_SEED", None)
-        if before is not None:
-            os.environ["PL_GLOBAL_SEED"] = before
+        if seed is not None:
+            os.environ["PL_GLOBAL_SEED"] = str(seed)
+        yield
 
 
 def fit(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
+from tests.fits import scaled
 from tests.oracle import assert_close
 from tests.strategies.jobs import OPTIMIZERS, Job, assert_as_alone, fit, fit_alone
 from tests.strategies.scenarios import Alternating, TwoLosses
@@ -142,8 +142,7 @@ def clipped(world_size: int, case: str) -> dict[str, Tensor]:
     if case == "accumulation":
         options["accumulate_grad_batches"] = 2
     if case == "scaler":
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+        options["plugins"] = [scaled(8.0)]
     return fit(make, **options) if world_size else fit_alone(make, **options)
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
-from tests.fits import make_trainer
+from tests.fits import make_trainer, scale_of, scaled
 from tests.oracle import batches
 from tests.slow.test_matrix import PLAIN
 from tests.strategies.jobs import TASK
@@ -46,13 +45,12 @@ class Overflowing(Modes):
 
 def fit_overflowing(cell: Any, part: str, at: int) -> tuple[dict[str, Tensor], list[bool], float]:
     module = Overflowing(cell, part, at)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
-    options: dict[str, Any] = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+    options: dict[str, Any] = {"plugins": [scaled()]}
     if module.automatic_optimization:
         options["accumulate_grad_batches"] = int(cell["every"])
     trainer = make_trainer(DDPLossStrategy(), **options)
     trainer.fit(module, loader_of(cell, dist.get_world_size(), dist.get_rank()))
-    return dict(module.state_dict()), module.skipped, scaler.get_scale()
+    return dict(module.state_dict()), module.skipped, scale_of(trainer)
 
 
 # every two of part, optimisation and losses meet; the others are slow

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -22,8 +21,8 @@ from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.doors import ProductForm, choose_form, towers
-from tests.fits import Trained, listed, make_trainer
-from tests.oracle import assert_close, batches, cuts, differences
+from tests.fits import Trained, listed, make_trainer, scale_of, scaled
+from tests.oracle import assert_close, batches, cuts, differences, own
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"]
@@ -208,12 +207,11 @@ class Overflows(Learnable):  # in batch 1 the inputs of the last rank are more t
 
 def fit_scaled(make: Any) -> tuple[dict[str, Tensor], float, torch.dtype, int]:
     """The state, the scale, the dtype of Adam's memory of W and the steps that Adam took, under float16 with a scaler."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
     module = make()
-    trainer = make_trainer(strategy_of({}), plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer = make_trainer(strategy_of({}), plugins=[scaled()])
     trainer.fit(module, data())
     state = trainer.optimizers[0].state[module.loss.W]
-    return dict(module.state_dict()), scaler.get_scale(), state["exp_avg"].dtype, int(state["step"])
+    return dict(module.state_dict()), scale_of(trainer), state["exp_avg"].dtype, int(state["step"])
 
 
 @pytest.mark.parametrize("make", [Learnable, Overflows])
@@ -300,8 +298,7 @@ class GlobalInHalf(OneLayer):  # keeps what its loss over all ranks is given, an
 
 
 def half_precision_step(name: str, precision: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    part = cuts_of(ROWS_OF_RANKS)[rank]
+    part = own(ROWS_OF_RANKS)
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(sum(ROWS_OF_RANKS), TASK.features, generator=generator)
     module = GlobalInHalf(name)
@@ -317,11 +314,6 @@ def half_precision_step(name: str, precision: str) -> dict[str, Any]:
     }
 
 
-def cuts_of(sizes: list[int]) -> list[slice]:
-    stops = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", OURS)
 def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, name: str, precision: str) -> None:
@@ -335,12 +327,14 @@ def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, nam
     loss = OURS[name][1]().double()
     expected = loss(leaf, torch.cat([rank["labels"] for rank in ranks]))
     expected.backward()
-    for rank, part in zip(ranks, cuts_of(ROWS_OF_RANKS), strict=True):
+    for number, rank in enumerate(ranks):
         assert rank["value"].dtype == torch.float32
         torch.testing.assert_close(rank["value"].double(), expected.detach(), rtol=1e-5, atol=0)
         # DDP takes the mean over ranks; what goes back into bfloat16 rows is rounded once
         assert leaf.grad is not None
-        torch.testing.assert_close(rank["back"].double() / 3, leaf.grad[part], rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(
+            rank["back"].double() / 3, leaf.grad[own(ROWS_OF_RANKS, number)], rtol=2**-8, atol=1e-6
+        )
     # each rank has the gradient of the whole weight, or of its classes
     for number, parameter in enumerate(loss.parameters()):
         whole = parameter.grad
@@ -380,11 +374,9 @@ def forms(precision: str, wide: bool) -> dict[str, set[str]]:
         found.setdefault(title.partition("(")[0], set()).add(form)
         return form
 
-    part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
-    data = DataLoader([(x[part].float(), y[part]) for x, y in batches(TASK)], batch_size=None)
     patched = mock.patch.object
     with patched(global_batch, "choose_form", noting), patched(towers, "choose_form", noting):
-        make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data)
+        make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data())
     return found
 
 

@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
+from tests.counting import Operators
 from tests.doors import Shards, process_groups, tag_shard
-from tests.fits import make_trainer, trainer_alone, weights_of
+from tests.fits import make_trainer, scale_of, scaled, trainer_alone, weights_of
 from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
 from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss
@@ -192,11 +191,9 @@ class Overflow(Callback):  # one rank's shard overflows in one step
 
 def overflow() -> tuple[dict[str, Tensor], float]:
     module = Sharded()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    trainer = make_trainer(DDPLossStrategy(), plugins=[plugin], callbacks=[Overflow()])
+    trainer = make_trainer(DDPLossStrategy(), plugins=[scaled(8.0)], callbacks=[Overflow()])
     trainer.fit(module, loader())
-    return weights_of(module), scaler.get_scale()
+    return weights_of(module), scale_of(trainer)
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
@@ -338,22 +335,15 @@ def test_the_norm_of_the_whole(pool: RankPool, world_size: int, dtype: torch.dty
         torch.testing.assert_close(found.double(), grad * LIMIT / norm, rtol=rtol, atol=1e-6)
 
 
-class Launches(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "detach" not in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 def launches_of_many() -> int:
     shards = Shards(cast("Any", None), lambda module: {})
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(400)]
     for parameter in parameters:
         parameter.grad = torch.ones(3)
-    with Launches() as launches:
+    launched: list[str] = []
+    with Operators(lambda operator, *_: launched.append(str(operator))):
         shards.clip_(parameters, LIMIT)
-    return launches.count
+    return sum("detach" not in name for name in launched)
 
 
 def test_many_parameters_take_few_launches(pool: RankPool) -> None:
