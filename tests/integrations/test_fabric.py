@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import (
     ClassShardedLoss,
-    ConfigurationError,
     GlobalBatchLoss,
     accumulation_window,
     global_mean,
 )
 from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
 from lightning_ddp_losses.testing import RankEnvironment, RankPool
-from tests.answers import assert_all_close, assert_errors
+from tests.answers import assert_all_close
 from tests.fits import grads_of
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
+from tests.refusals import Refused, refusals
 
 TASK = Task(steps=6)
 RATE, CLIP, RESUMED_AT = 0.3, 0.2, 4
@@ -195,18 +194,16 @@ def clip_another_norm() -> None:
 
 
 NORM = "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0"
-REFUSED: list[tuple[Callable[[], None], str, str]] = [
-    (call_on_one_rank, "LossCallError", "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none"),
-    (set_up_differently, "RankMismatchError", "the same names, shapes and dtypes"),
-    (clip_another_norm, "ConfigurationError", NORM),
-]
-
-
-@pytest.mark.parametrize(("job", "error", "words"), REFUSED, ids=[job.__name__ for job, *_ in REFUSED])
-def test_errors_on_every_rank(pool: RankPool, job: Callable[[], None], error: str, words: str) -> None:
-    assert_errors(pool.errors(2, job), words, of=error)
-
-
-def test_unknown_options() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean find_unused_parameters"):
-        FabricDDPLossStrategy(find_unused_parameter=True)
+RAN = "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none"
+REFUSED: dict[str, Refused] = {
+    "a loss on one rank": Refused(lambda _: call_on_one_rank(), RAN, "LossCallError"),
+    "another width": Refused(lambda _: set_up_differently(), "the same names, shapes and dtypes", "RankMismatchError"),
+    "another norm": Refused(lambda _: clip_another_norm(), NORM, "ConfigurationError"),
+    "an option that there is not": Refused(
+        lambda _: FabricDDPLossStrategy(find_unused_parameter=True),
+        "Did you mean find_unused_parameters",
+        "ConfigurationError",
+        0,
+    ),
+}
+test_errors_on_every_rank = refusals(__name__, "REFUSED")
