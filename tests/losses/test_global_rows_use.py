@@ -205,7 +205,7 @@ def accumulate(kind: str) -> None:
     options = {"views": 2} if kind == "views" else {"mode": "rows"}
     loss = GlobalBatchLoss(Spread(), **options)
     with accumulation_window(net, micro_batches=1) as window:
-        with window.micro_seven_rows():
+        with window.micro_batch():
             rows = net(torch.ones(2 + 2 * dist.get_rank(), 3).double())
             value = global_rows(Spread(), rows, name="spread") if kind == "a formula" else loss(rows)
         value.backward()
