@@ -111,7 +111,7 @@ def test_vicreg_sends_sums_only() -> None:
 
 
 @each_rank(2)
-def test_another_dimension_of_rows_and_a_tensor_that_is_no_seven_rows() -> None:
+def test_another_dimension_of_rows_and_a_tensor_that_is_no_batch() -> None:
     whole = torch.arange(21.0).view(3, 7).double()
     part = own(SEVEN[2])
     table = torch.tensor([[1.0], [2.0], [3.0]]).double().requires_grad_()
@@ -205,7 +205,7 @@ def accumulate(kind: str) -> None:
     options = {"views": 2} if kind == "views" else {"mode": "rows"}
     loss = GlobalBatchLoss(Spread(), **options)
     with accumulation_window(net, micro_batches=1) as window:
-        with window.micro_seven_rows():
+        with window.micro_batch():
             rows = net(torch.ones(2 + 2 * dist.get_rank(), 3).double())
             value = global_rows(Spread(), rows, name="spread") if kind == "a formula" else loss(rows)
         value.backward()
