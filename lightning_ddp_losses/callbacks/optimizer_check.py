@@ -30,8 +30,8 @@ class OptimizerCheck(RankCheck, default=True):
     (``runner``), so that the check does not wait for a device. The finding names the step that it is about.
 
     Covers F01 (a parameter with a gradient that is not in any optimizer), F02 (an unregistered parameter), F03 (memory shared under
-    spawn), F14 (a step skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings, restored state), and steps
-    without an effect.
+    spawn), F14 (a step that a gradient scaler skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings,
+    restored state), F37 (a step that the program makes on some ranks), and steps without an effect.
 
     Args:
         every_n_steps: Same as in ``RankCheck``.
@@ -43,7 +43,7 @@ class OptimizerCheck(RankCheck, default=True):
         >>> checks = DDPChecks([OptimizerCheck(action={"warning": "log"})])
     """
 
-    faults = ("F01", "F02", "F03", "TWICE", "F14", "F15", "F17", "STEP")
+    faults = ("F01", "F02", "F03", "TWICE", "F14", "F15", "F17", "F37", "STEP")
     needs_peers = False
 
     def _forget(self) -> None:

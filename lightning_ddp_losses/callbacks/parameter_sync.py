@@ -88,7 +88,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         >>> checks = DDPChecks([ParameterSyncCheck(parts=1)])  # all parameters in every step
     """
 
-    faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
+    faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "F37", "SYNC")
     shares = (("_snapshot", DDPSnapshot),)
     _snapshot: DDPSnapshot = field(init=False)
 

@@ -297,9 +297,8 @@ class CheckRunner(Callback):
         """Judge a batch that made a step, and start the next one."""
         self._enter(f"end of step {self.step}")
         # a hook may skip a step on some ranks, but a backward that synchronises runs on all of them
-        is_step_due = self.batch.has_synchronised and self.module.automatic_optimization
         has_stepped = bool(self.batch.stepping or self.batch.stepped)
-        if has_stepped or is_step_due:
+        if has_stepped or self.batch.has_synchronised:
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
         self.batch, self.parameters.is_current = Batch(self.step), False

@@ -82,7 +82,7 @@ def faults_of_optimizers(columns: Mapping[str, Sequence[object]]) -> dict[str, s
 
     Args:
         columns: ``steps`` (numbers of steps, or a value that a skipped step changes), ``scale`` (of the gradients) and ``settings``, as far
-            as they are known, each with one value per rank.
+            as they are known, each with one value per rank. Without a gradient scaler the scales are equal.
     """
     faults = {"steps": "F14", "scale": "F15", "settings": "F17"}
     found = {}
@@ -90,8 +90,12 @@ def faults_of_optimizers(columns: Mapping[str, Sequence[object]]) -> dict[str, s
         column = columns.get(name, ())
         if any(value != column[0] for value in column):
             found[name] = fault
-    # different numbers of steps also cause different scales and settings
-    return {"steps": "F14"} if "steps" in found else found
+    # different numbers of steps also cause different scales and settings. A scaler that skips a step changes its scale: if scales are
+    # equal, the program made more steps, or fewer, on some ranks
+    if "steps" in found:
+        is_of_scaler = "scale" in found or "scale" not in columns
+        return {"steps": "F14" if is_of_scaler else "F37"}
+    return found
 
 
 def fault_of_same_rows(*, is_iterable: bool) -> str:

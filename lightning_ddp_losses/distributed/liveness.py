@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_ddp_losses.core import torch_compat
-from lightning_ddp_losses.distributed.user_line import ProgramCall, call_on_stack
+from lightning_ddp_losses.distributed.user_line import ProgramCall, call_on_stack, collective_of
 from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error, listed
 
 SILENCE_SECONDS = 3.0  # after this time a rank without an entry is reported as silent
@@ -533,6 +533,16 @@ def lost_peer_error(error: BaseException, where: str) -> PeerError | None:
     lines = str(error).splitlines() or [""]
     recorded = flight_record(_world.rank, since=_world.began)
     more = "" if recorded is None else f" torch's Flight Recorder says what was under way: {recorded}."
+    call = collective_of(error)
+    if who == _ALL_HERE and call is not None:
+        return PeerError(
+            f"rank {_world.rank} waited in {call}",
+            expected="the same call on every rank",
+            got=f"no answer; {who} ({lines[0][:200]})",
+            fix=f"Some ranks did not make this call. {call.advice}{more}",
+            collective=True,
+            page="F45",
+        )
     if who == _ALL_HERE:  # no peer is the cause
         return PeerError(
             f"{lines[0][:200]} (rank {_world.rank}, in {where}; {who})",

@@ -71,6 +71,22 @@ def call_on_stack(frame: FrameType | None) -> ProgramCall | None:
     return None
 
 
+def collective_of(error: BaseException) -> ProgramCall | None:
+    """Return the collective of ``torch.distributed`` that the user's own line called and that raised an error, or None."""
+    call, line = None, ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not package_of(code.co_filename):
+            call, line = None, shown_line(traceback.tb_frame, traceback.tb_lineno)
+        elif os.path.join("torch", "distributed") not in code.co_filename:
+            call, line = None, ""  # a library calls it
+        elif line and call is None and code.co_name != "wrapper":  # torch's logger of calls
+            call = ProgramCall(f"torch.distributed.{code.co_name}", line)
+        traceback = traceback.tb_next
+    return call
+
+
 def logged_value(frames: list[FrameType]) -> ProgramCall | None:
     """Return the call of ``self.log`` whose value is reduced in these frames at the end of an epoch, or None."""
     logged = next(filter(None, map(lightning_compat.name_and_hook_of_log, frames)), None)

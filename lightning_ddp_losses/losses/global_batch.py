@@ -138,7 +138,8 @@ class GlobalBatchLoss(WithProcessGroup, TransparentWrapper):
     Gradient:
         After DDP's mean over ranks, every parameter (of encoder and loss) has the one-process gradient. Outside Lightning, wrap a loss
         with weights in the same way as the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``. Second derivatives over several
-        ranks raise an error.
+        ranks raise an error. An embedding that is NaN makes the gradients of all rows NaN, as in one process. In tiles the value is NaN,
+        too, where a reducer of PML leaves NaN out (it compares false) and returns the mean of the remaining pairs or triplets.
 
     Communication:
         ``elements``: 1 handshake. ``replicated``: handshake + gather, none in backward. ``rows``: handshake + gather + handshake. In

@@ -25,7 +25,7 @@ from tests.callbacks.data_cases import LateShape
 from tests.callbacks.harness import CLASSES, WIDTH, Case, OneLoss, Outcome, Subject, Validated, drawn, run, run_all
 from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
 
-CASES = [*training_cases.CASES, *data_cases.CASES]
+CASES = [*training_cases.CASES, *data_cases.CASES, *training_cases.STEPS]
 Runs = Callable[[Case, int, bool, list[Case]], list[Outcome]]
 # in one task of the pool run cases that are on three ranks in the suite proper, or cases that are not
 _AT_ONCE, _ON_THREE = 12, 4

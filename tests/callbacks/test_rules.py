@@ -84,7 +84,7 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_gradients, {"not_finite": (0, 2, 1), "values": (1, 2, 3)}, [("SYNC", (1, 2)), ("F79", (1, 2))]),
     (rules.compare_gradients, {"detached": (1, 2, 1)}, [("DETACHED", ())]),
     (rules.compare_optimizers, {"stood_still": (1, 1, 1)}, [("STEP", ())]),
-    (rules.compare_optimizers, {"stepped": (1, 1, 0), "settings": (1, 2, 3)}, [("F14", (2,))]),
+    (rules.compare_optimizers, {"stepped": (1, 1, 0), "settings": (1, 2, 3)}, [("F37", (2,))]),
     (rules.compare_optimizers, {"scale": (8.0, 4.0, 8.0)}, [("F15", (1,))]),
     (rules.compare_optimizers, {"settings": (3, 3, 4), "state": (1, 0, 0)}, [("F17", (2,)), ("F17", (0,))]),
     (rules.compare_forwards, {"forwards": (2, 2, 2), "buffers": (1, 2, 1)}, [("F41", (1,))]),

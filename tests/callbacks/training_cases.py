@@ -323,6 +323,26 @@ class Skips(Subject):  # a hook that leaves a step out on one rank
             super().optimizer_step(epoch, index, optimizer, closure)
 
 
+class StepsTwice(Subject):  # a hook that steps once more on one rank
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        super().optimizer_step(epoch, index, optimizer, closure)
+        if self.sick and self.odd and index == 2:
+            optimizer.step()
+
+
+class SkipsByHand(Subject):  # manual optimization: one rank leaves out a step, and all ranks step every second batch
+    by_hand = True
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        if index % 2 == 0:
+            optimizer.zero_grad()
+        self.manual_backward(self.objective(*batch, index))
+        if index % 2 == 0 or (self.odd and index == 3):
+            return
+        optimizer.step()
+
+
 class Idle(Subject):  # an optimizer whose step does nothing
     def configure_optimizers(self) -> Any:
         class Still(torch.optim.SGD):
@@ -363,7 +383,7 @@ OPTIMIZERS = [
     Case(InAList, "F02", "OptimizerCheck", "self.heads[0].weight", ranks=()),
     Case(Shared, "F03", "OptimizerCheck", "head.weight", ranks=()),
     Case(Scaled, "F14", "OptimizerCheck", "step", step=2, options={"plugins": scaler}, checks=only(OptimizerCheck)),
-    Case(Skips, "F14", "OptimizerCheck", "step", step=2, checks=only(OptimizerCheck)),
+    Case(Skips, "F37", "OptimizerCheck", "step", step=2, checks=only(OptimizerCheck)),
     Case(Half, "F15", "OptimizerCheck", "scale", options={"plugins": own_scaler}),
     Case(Rates, "F17", "OptimizerCheck", "lr", step=1),
     Case(Idle, "STEP", "OptimizerCheck", "step", step=1, ranks=()),
@@ -582,3 +602,7 @@ SCALE = [
 HEALTHY = [Repaired, WrappedPlain, StopGradient, Remembered, Dropping, RepairedBeside, GatheredToLog, MomentumKeys]
 
 CASES = [*PARAMETERS, *FLOW, *OPTIMIZERS, *SCALE]
+STEPS = [
+    Case(StepsTwice, "F37", "OptimizerCheck", "step", step=2, checks=only(OptimizerCheck)),
+    Case(SkipsByHand, "F37", "OptimizerCheck", "step", step=1, checks=only(OptimizerCheck)),
+]

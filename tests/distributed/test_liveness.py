@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from lightning_ddp_losses import PeerError
@@ -150,6 +151,19 @@ def test_a_time_out_with_all_ranks_present_leads_to_branches_on_some_ranks(
     assert error is not None
     assert error.page == page
     assert "a dict of losses that lacks an entry on a rank without boxes" in str(error)
+
+
+def test_a_collective_of_the_user_that_times_out_is_named_with_its_line(worlds: list[World]) -> None:
+    for world in worlds[1:]:
+        world.watch.report("PeerError: waited", is_own=False)
+    with pytest.raises(ValueError, match="process group") as raised:
+        torch.distributed.all_reduce(torch.ones(1))  # the line of a user
+    timed_out = RuntimeError("gloo: Timed out waiting 20000ms").with_traceback(raised.value.__traceback__)
+    error = liveness.lost_peer_error(timed_out, "training_step")
+    assert error is not None
+    assert error.page == "F45"
+    assert "rank 0 waited in torch.distributed.all_reduce, at test_liveness.py:" in str(error)
+    assert "# the line of a user" in str(error)
 
 
 @pytest.mark.parametrize("cleans_up", [True, False])

@@ -393,3 +393,36 @@ def test_a_loss_that_embeds_texts_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     expected = "RankingOfTexts, which embeds texts itself.*Embed this rank's texts first.*explain sentence_transformers"
     with pytest.raises(ConfigurationError, match=f"(?s){expected}"):
         GlobalBatchLoss(RankingOfTexts(nn.Identity()))
+
+
+NOT_FINITE: dict[str, Callable[[], Any]] = {
+    "triplets": pml.TripletMarginLoss,
+    "smooth triplets": lambda: pml.TripletMarginLoss(smooth_loss=True),
+    "contrastive": pml.ContrastiveLoss,
+    "NT-Xent": pml.NTXentLoss,
+}
+
+
+def a_row_is_nan(name: str) -> tuple[float, float, float, bool]:
+    """The value of tiles, of the full loss on every rank and of one process, and whether all gradients of this rank are NaN."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    embeddings, labels = rows(count=12).detach(), torch.arange(12) // 3
+    embeddings[2] = torch.nan
+    values = []
+    for mode in ("rows", "replicated"):
+        own = embeddings.chunk(world)[rank].clone().requires_grad_()
+        value = GlobalBatchLoss(NOT_FINITE[name](), mode=mode)(own, labels.chunk(world)[rank])
+        value.backward()
+        values.append(value.item())
+    assert own.grad is not None
+    return *values, NOT_FINITE[name]()(embeddings, labels).item(), bool(own.grad.isnan().any(1).all())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_value_does_not_hide_that_a_row_is_nan(pool: RankPool, name: str, world_size: int) -> None:
+    """PML's reducers leave NaN out of the value, while its gradients are NaN. The value of tiles is NaN."""
+    for tiles, replicated, alone, are_nan in pool.run(world_size, a_row_is_nan, name):
+        assert are_nan
+        assert tiles != tiles
+        assert replicated == pytest.approx(alone, rel=1e-9, nan_ok=True)

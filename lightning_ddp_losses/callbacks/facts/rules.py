@@ -101,14 +101,14 @@ def compare_gradients(columns: Columns) -> list[Finding]:
 
 
 def compare_optimizers(columns: Columns) -> list[Finding]:
-    """STEP, F14, F15, F17: steps of the optimizers, their settings and their states."""
+    """STEP, F14, F15, F17, F37: steps of the optimizers, their settings and their states."""
     found: list[Finding] = []
     if all(columns["stood_still"]):
         found.append(Finding.of("STEP", name="step"))
     stepped = columns["stepped"]
     faults = faults_of_optimizers({"steps": stepped, "scale": columns["scale"], "settings": columns["settings"]})
     if "steps" in faults:
-        texts = [f"{number} optimizer steps" for number in stepped]
+        texts = [f"{number} optimizer step{'s' * (number != 1)}" for number in stepped]
         return found + differing(stepped, faults["steps"], "desync", name="step", values=texts)
     if "scale" in faults:
         found += differing(columns["scale"], faults["scale"], "desync", name="scale", values=columns["scale"])
