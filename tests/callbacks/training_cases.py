@@ -604,5 +604,5 @@ HEALTHY = [Repaired, WrappedPlain, StopGradient, Remembered, Dropping, RepairedB
 CASES = [*PARAMETERS, *FLOW, *OPTIMIZERS, *SCALE]
 STEPS = [
     Case(StepsTwice, "F37", "OptimizerCheck", "step", step=2, checks=only(OptimizerCheck)),
-    Case(SkipsByHand, "F37", "OptimizerCheck", "step", step=1, checks=only(OptimizerCheck)),
+    Case(SkipsByHand, "F37", "OptimizerCheck", "step", step=3, checks=only(OptimizerCheck)),
 ]
