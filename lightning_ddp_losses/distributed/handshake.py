@@ -182,6 +182,7 @@ def start(
         raise_on_all_ranks(capture_error(operation), operation, group=group)
     if process_groups.world_size(group) == 1:
         return _OwnHandshake(payload)
+    # the first condition is a call into C, since every handshake evaluates it
     if torch_compat.innermost_transform() is not None and torch_compat.is_in_transform():
         raise_on_all_ranks(transform_error(agreement.operation), agreement.operation, group=group)
     if channel == "handshakes" and precision.is_autocast_on():
